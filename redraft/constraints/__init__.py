@@ -8,6 +8,7 @@ characters.py        code points of a regular expression's characters, and their
 dfa.py               a DFA over bytes, and its minimization
 regex_dfa.py         compiles a regular expression to a DFA over bytes
 json_schema.py       compiles a JSON schema to a regular expression
+structure.py         compiles a tree of texts, patterns and schemas to a regular expression
 token_trie.py        the bytes of a vocabulary's tokens as a trie
 token_automaton.py   turns the DFA into an automaton over tokens
 pattern_compiler.py  compiles the patterns of a request, in this process or in a helper process

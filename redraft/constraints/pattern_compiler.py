@@ -11,13 +11,13 @@ import io
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from redraft.constraints import json_schema
+from redraft.constraints import json_schema, structure
 from redraft.constraints.budget import Budget
 from redraft.constraints.errors import BudgetError, PatternError, shorten
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
@@ -30,11 +30,12 @@ ERRORS: dict[str, type[PatternError]] = {"PatternError": PatternError, "BudgetEr
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """What a whole answer must match: a regular expression, a JSON schema (an object or its JSON text), or choices."""
+    """What a whole answer must match: a regular expression, a JSON schema (or its JSON text), choices, a structure."""
 
     regex: str | None = None
     schema: Any = None
     choices: Sequence[str] | None = None
+    structure: Mapping[str, Any] | None = None  # a tree of texts, patterns and schemas, see structure.py
 
     def build_regex(self, budget: Budget) -> str:
         """The regular expression of the pattern."""
@@ -43,6 +44,8 @@ class Pattern:
         if self.choices is not None:
             budget.check_length(sum(map(len, self.choices)) + len(self.choices) - 1, "the list of choices")
             return "|".join(re.escape(choice) for choice in self.choices)
+        if self.structure is not None:
+            return structure.build_regex(self.structure, budget)
         if not isinstance(self.regex, str):
             raise PatternError(f"a pattern is a text, got {shorten(self.regex)}")
         return self.regex

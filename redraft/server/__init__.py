@@ -20,7 +20,7 @@ completion.py  CompletionParams and the chunks of a completion, independent of t
 canvas_params.py  canvas options under vLLM's names, which every wire format may have
 stop_strings.py  cuts a completion at a stop string, as early as its text is final or has settled
 checks.py      checked and exact mode: which one a request runs in, and its settings
-forced_calls.py  tool calls that the client forces, constrained by the schema of the tool
+tool_calls.py  tool calls: which may be made, the structure that constrains them, and reading them
 frames.py      a canvas after each step, as the tokens that changed
 logprobs.py    tokens of a completion with their log probabilities
 fim.py         finds the prefix and suffix (FIM) or the region to edit that an editor sent

@@ -14,24 +14,26 @@ from typing import Any
 
 from redraft.config import AUTO, parse_json
 from redraft.constraints.constraints import Constraints
+from redraft.constraints.errors import BudgetError
 from redraft.diffusion.generate import Draft, Finished, Stats
 from redraft.engine import RequestError, Stopped
 from redraft.server.bodies import check_json_size
 from redraft.server.checks import choose_check, step_settings
 from redraft.server.errors import BadRequestError, checking_request
-from redraft.server.forced_calls import ForcedCall
 from redraft.server.frames import Frame, FrameBuilder
 from redraft.server.images import NO_IMAGES, ServedImages, parts_of_content
 from redraft.server.logprobs import LogprobCollector, TokenLogprob
 from redraft.server.schema import ChatMessage
 from redraft.server.stop_strings import SettledStop, StopStringFilter
+from redraft.server.tool_calls import NO_TOOLS, CallDelta, CallReader, ToolChoice, build_structure, name_tools
 from redraft.tasks import best_of
 from redraft.tasks.generation import GenerationOptions, Prompt
 from redraft.tasks.infill import sequence_logprobs
 from redraft.tasks.text_events import NOTHING, EncodedPrompt, TextCommitted, TextDraft
-from redraft.tokenizer.chat_parser import Parsed, ToolCall
+from redraft.tokenizer.chat_parser import Parsed
 from redraft.tokenizer.messages import image_sources
 from redraft.tokenizer.tokenizer import Message, Tokenizer, TokenizerError
+from redraft.tokenizer.tool_text import CallForm, write_tools
 from redraft.writer import Writer, is_text_prompt, new_seed
 
 MAX_ARGUMENT_VALUES = 10_000  # of the JSON in a tool call's arguments
@@ -47,10 +49,10 @@ class CompletionParams:
     temperature: float | None = None
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
-    tools: Sequence[Mapping[str, Any]] | None = None
-    forced_call: ForcedCall | None = None  # the completion is a call of one of the tools
+    tools: ToolChoice = NO_TOOLS
+    call_form: CallForm | None = None  # the completion obeys a structure in which calls are text of this form
     think: bool = False
-    pattern: Mapping[str, Any] = field(default_factory=dict)  # regex, schema or choices
+    pattern: Mapping[str, Any] = field(default_factory=dict)  # regex, schema, choices or structure
     forbidden: tuple[int, ...] = ()  # token ids
     ignore_eos: bool = False  # only its length ends the completion
     pins: Mapping[int, int] = field(default_factory=dict)
@@ -65,8 +67,8 @@ class CompletionParams:
 
     @property
     def compiles(self) -> bool:
-        """Whether a pattern is compiled before the first step."""
-        return bool(self.pattern) or self.forced_call is not None
+        """Whether a pattern may have to be compiled before the first step."""
+        return bool(self.pattern) or bool(self.tools.names)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class TextDelta:
 
     text: str
     reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[CallDelta, ...] = ()
     tokens: tuple[TokenLogprob, ...] = ()  # if logprobs were requested
 
 
@@ -160,34 +162,19 @@ def stream_completion(
     writer: Writer, params: CompletionParams, stop: threading.Event, images: ServedImages = NO_IMAGES
 ) -> Iterator[Chunk]:
     """Yields Started when the engine has accepted the request, then frames and text deltas, at last Finish."""
-    chunks = stream_text(writer, params, stop, images)
-    return chunks if params.forced_call is None else text_to_call(chunks, params.forced_call)
-
-
-def text_to_call(chunks: Iterator[Chunk], forced_call: ForcedCall) -> Iterator[Chunk]:
-    """Passes chunks on. The text becomes a tool call, which is sent when it is complete."""
-    texts = []
-    for chunk in chunks:
-        if isinstance(chunk, TextDelta):
-            texts.append(chunk.text)
-        elif isinstance(chunk, Finish):
-            yield TextDelta("", tool_calls=(forced_call.parse("".join(texts)),))
-            yield replace(chunk, finish_reason="tool_calls")
-        else:
-            yield chunk
-
-
-def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event, images: ServedImages) -> Iterator[Chunk]:
-    """`stream_completion` with a forced call as its text."""
     began = time.perf_counter()
     seed = params.seed if params.seed is not None else new_seed()
+    choice = params.tools
     with checking_request():
         params = adapt_to_model(writer, params)
         options = generation_options(params, seed, stop)
         prompt = images.encode(writer, params.prompt, options)
-        if params.best_of > 1:
-            check_best_of_memory(writer, prompt, params.best_of, options)
-        events = writer.stream(prompt, options)
+        try:
+            if params.best_of > 1:
+                check_best_of_memory(writer, prompt, params.best_of, options)
+            events = writer.stream(prompt, options)
+        except BudgetError as error:
+            raise name_tools(choice, error) from None
     yield Started()
 
     stop_filter = StopStringFilter(params.stop_strings)
@@ -198,7 +185,7 @@ def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event,
     sends_early = not params.include_frames and params.logprobs is None
     watch = watch_for_stop(writer, params, prompt)
     draft: Draft | None = None
-    has_tool_calls = False
+    calls = CallReader(params.call_form, None if choice.is_parallel else 1)
     finished: Finished | None = None
     for event in events:
         if isinstance(event, Finished):
@@ -219,11 +206,11 @@ def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event,
         if isinstance(event, TextCommitted):
             logprobs.add_canvas(event, draft)
             frames = FrameBuilder(writer.tokenizer)
-            has_tool_calls = has_tool_calls or bool(event.tool_calls)
             delta = delta if params.logprobs is None else Parsed(event.text, event.reasoning, event.tool_calls)
-        text = stop_filter.feed(delta.text)
+        own_text, call_deltas = calls.feed(delta)
+        text = stop_filter.feed(own_text)
         cost.text += delta.reasoning + text
-        held.append(TextDelta(text, delta.reasoning, delta.tool_calls, logprobs.release(text)))
+        held.append(TextDelta(text, delta.reasoning, call_deltas, logprobs.release(text)))
         if sends_early or isinstance(event, TextCommitted) or stop_filter.found is not None:
             yield join_deltas(held)
             held = []
@@ -237,25 +224,25 @@ def stream_text(writer: Writer, params: CompletionParams, stop: threading.Event,
             return
     if finished is None:
         raise Stopped
-    if rest := stop_filter.flush():
+    if rest := stop_filter.feed(calls.flush()) + stop_filter.flush():
         yield TextDelta(rest, tokens=logprobs.release(rest))
     stats = finished.stats[0]
     ids = finished.ids_BT[0, : stats.new_tokens].tolist()
     mean_logprob = mean_logprob_of(writer, params, prompt, stats, ids, stop)
-    reason = "tool_calls" if has_tool_calls else finished.reasons[0]
+    reason = "tool_calls" if calls.calls and not calls.is_open else finished.reasons[0]
     yield Finish(reason, stats, mean_logprob=mean_logprob, notes=prompt.notes)
 
 
 def watch_for_stop(writer: Writer, params: CompletionParams, prompt: EncodedPrompt) -> SettledStop | None:
     """With check off, what ends a canvas when a stop string has settled on it. Logprobs come with whole canvases only.
 
-    With `settle_prefix` the deltas of drafts have the settled text already.
+    With `settle_prefix` the deltas of drafts have the settled text already. A stop string in a call ends nothing.
     """
     cfg = writer.sampler.changed(
         max_new_tokens=params.max_tokens, settle_prefix=params.sampler_settings.get("settle_prefix")
     )
     has_deltas = params.check != "off" or cfg.settle_prefix
-    if has_deltas or params.logprobs is not None or not any(params.stop_strings):
+    if has_deltas or params.call_form is not None or params.logprobs is not None or not any(params.stop_strings):
         return None
     return SettledStop(params.stop_strings, writer.tokenizer, cfg, prompt)
 
@@ -272,21 +259,12 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
 
 def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams:
     """Checks what this model can do, and fills in what depends on it."""
-    if params.forced_call is not None:
-        params = constrain_to_call(params, params.forced_call)
+    params = add_tools(writer.tokenizer, params)
     if params.think and not writer.tokenizer.can_think:
         lack = "has no chat template" if not writer.tokenizer.can_chat else "has a chat template without thinking"
         raise BadRequestError(f"this model {lack}, so it cannot reason before it answers: leave thinking out", "thinking")
     if not is_text_prompt(params.prompt) and not writer.tokenizer.can_chat:
-        if params.tools and params.forced_call is None:
-            message = "this model has no chat template, so it does not know tools: leave tools out, or force a call"
-            raise BadRequestError(message, "tools")
-        params = replace(params, prompt=join_messages(params.prompt), tools=None)  # type: ignore[arg-type]
-    elif params.tools and not is_text_prompt(params.prompt) and not writer.tokenizer.can_call:
-        if params.forced_call is None:
-            message = "this model's chat template has no tool calls that redraft reads: leave tools out, or force a call"
-            raise BadRequestError(message, "tools")
-        params = replace(params, tools=None)  # the schema of the call is all that the model needs
+        params = replace(params, prompt=join_messages(params.prompt))  # type: ignore[arg-type]
     if params.logprobs is not None:
         check_logprobs(writer.tokenizer, params)
     params = replace(params, check=choose_check(writer.sampler, params.check, has_draft=bool(params.draft)))
@@ -307,12 +285,24 @@ def adapt_to_model(writer: Writer, params: CompletionParams) -> CompletionParams
     return params
 
 
-def constrain_to_call(params: CompletionParams, forced_call: ForcedCall) -> CompletionParams:
-    """The completion is a call and nothing else: no reasoning comes before it, and no stop string cuts it."""
-    if params.pattern:
+def add_tools(tokenizer: Tokenizer, params: CompletionParams) -> CompletionParams:
+    """Tells a model whose chat template knows no tools of them, and constrains calls whose form is text.
+
+    A call is the whole completion, so no reasoning comes before it.
+    """
+    choice = params.tools
+    if choice.is_forced and params.pattern:
         message = "tool_choice forces a call, so no response_format can apply: leave one of them out"
         raise BadRequestError(message, "tool_choice")
-    return replace(params, pattern={"schema": forced_call.schema}, stop_strings=(), think=False)
+    if choice.names and (choice.is_forced or not tokenizer.has_call_tokens):
+        form = tokenizer.call_form
+        structure = build_structure(choice, form, params.pattern)
+        params = replace(params, pattern={"structure": structure}, call_form=form, think=False)
+    if is_text_prompt(params.prompt) or tokenizer.can_call:
+        return params
+    takes_system = tokenizer.takes_system or not tokenizer.can_chat
+    messages = write_tools(params.prompt, choice.tools, takes_system=takes_system)  # type: ignore[arg-type]
+    return replace(params, prompt=messages, tools=replace(choice, tools=None))
 
 
 def generation_options(params: CompletionParams, seed: int, stop: threading.Event) -> GenerationOptions:
@@ -324,7 +314,7 @@ def generation_options(params: CompletionParams, seed: int, stop: threading.Even
     if params.check != "off":
         settings |= {**params.causal_settings, "logit_bias": tuple(params.logit_bias.items()) or None}
     return GenerationOptions(
-        tools=params.tools,
+        tools=params.tools.tools,
         think=params.think,
         max_tokens=params.max_tokens,
         seed=seed,
@@ -368,7 +358,7 @@ def mean_logprob_of(
 
 def check_logprobs(tokenizer: Tokenizer, params: CompletionParams) -> None:
     """Raises BadRequestError where a completion has no logprobs."""
-    if params.tools or params.think or params.forced_call is not None:
+    if params.tools.names or params.think:
         raise BadRequestError("logprobs are not available with tools or thinking: leave tools and thinking out", "logprobs")
     try:
         _ = tokenizer.token_bytes

@@ -30,7 +30,6 @@ class ModelCard:
     nbytes: int  # of the weights: in memory, or in the files while the model was never loaded
     precision: str  # a quantization or a dtype; "unknown" while the model was never loaded
     can_chat: bool
-    can_call: bool  # tools
     can_think: bool
     is_diffusion: bool  # it denoises canvases, if only to infill and edit; else it is causal-only and does neither
     drafter: DrafterConfig | None  # lets a causal-only model draft for itself
@@ -93,7 +92,6 @@ def _abilities(config: BackboneConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "family": family,
         "context_length": config.max_position_embeddings,
         "can_chat": tokenizer.can_chat,
-        "can_call": tokenizer.can_call,
         "can_think": tokenizer.can_think,
     }
 

@@ -176,6 +176,7 @@ class ChatRequest(SamplingOptions):
     max_completion_tokens: Tokens | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=256)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     prediction: PredictedOutput | None = None

@@ -29,8 +29,8 @@ from redraft.server.infill import Infill, infill_gap
 from redraft.server.logprobs import TokenLogprob
 from redraft.server.middleware import BODY, UNKNOWN_FIELDS, Metrics
 from redraft.server.streams import END, merge_streams, next_until_disconnected, until_disconnected
+from redraft.server.tool_calls import WrittenCall, join_calls
 from redraft.server.worker import Stream, Worker
-from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.helper_process import return_free_memory
 from redraft.writer import Writer
 
@@ -67,9 +67,9 @@ class Completion:
         return "".join(delta.reasoning for delta in self.deltas)
 
     @property
-    def tool_calls(self) -> list[ToolCall]:
+    def tool_calls(self) -> list[WrittenCall]:
         """All tool calls."""
-        return [call for delta in self.deltas for call in delta.tool_calls]
+        return join_calls([part for delta in self.deltas for part in delta.tool_calls])
 
     @property
     def tokens(self) -> list[TokenLogprob]:

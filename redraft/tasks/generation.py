@@ -25,7 +25,7 @@ from redraft.tokenizer.tokenizer import Message, Tokenizer
 Prompt = str | Sequence[int] | Sequence[Message]  # a text to continue, its tokens, or a conversation to answer
 MAX_BEST_OF = 64
 DECISION_WORK = 100  # units of the budget for each position of a choice's canvas
-PATTERNS = ("regex", "schema", "choices")  # options that constrain the whole answer; at most one of them is set
+PATTERNS = ("regex", "schema", "choices", "structure")  # options that constrain the whole answer; at most one of them is set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class GenerationOptions:
     regex: str | None = None  # the whole answer matches this regular expression
     schema: Any = None  # the answer is JSON of this schema: a dictionary, or its JSON text
     choices: Sequence[str] | None = None  # the answer is one of these strings
+    structure: Mapping[str, Any] | None = None  # the answer is made of texts, patterns and schemas: constraints/structure.py
     tools: Sequence[Mapping[str, Any]] | None = None  # functions that the model may call; conversations only
     think: bool = False  # lets the model reason before it answers; conversations only
     seconds: float | None = None  # deadline: after this time the current canvas is committed and generation ends
@@ -125,10 +126,9 @@ class GenerationOptions:
 
     @property
     def pattern(self) -> Pattern | None:
-        """The pattern of `regex`, `schema` or `choices`; None without any of them."""
-        if all(getattr(self, name) is None for name in PATTERNS):
-            return None
-        return Pattern(regex=self.regex, schema=self.schema, choices=self.choices)
+        """The pattern that one of PATTERNS gives; None without any of them."""
+        given = {name: getattr(self, name) for name in PATTERNS if getattr(self, name) is not None}
+        return Pattern(**given) if given else None
 
 
 def check_choices(choices: Sequence[str]) -> None:

@@ -57,6 +57,7 @@ class GenerationKeywords(SamplerKeywords, total=False):
     regex: str | None
     schema: Any
     choices: Sequence[str] | None
+    structure: Mapping[str, Any] | None
     tools: Sequence[Mapping[str, Any]] | None
     think: bool
     seconds: float | None

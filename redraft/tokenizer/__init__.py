@@ -2,6 +2,7 @@
 
 messages.py       messages and tools: checked, and prepared for templates
 chat_tokens.py    names of the special tokens of chats
+tool_text.py      tools, calls and results as text, for templates that know no tools
 tokenizer.py      Tokenizer: text to ids and back; Decoder: text of ids that arrive in pieces; check_same_vocabulary
 helper_process.py a process for a stranger's work, with limits on time and memory
 helper_pool.py    lends a few helper processes to many callers

@@ -15,6 +15,11 @@ Qwen's models have other tokens, and calls in JSON:
     {"name": "NAME", "arguments": {"key": "value"}}
     </tool_call><|im_end|>
 
+Mistral's models have calls as a list in JSON or, the newer ones, as a name and its arguments:
+
+    [TOOL_CALLS] [{"name": "NAME", "arguments": {"key": "value"}}]</s>
+    [TOOL_CALLS]NAME[ARGS]{"key": "value"}[TOOL_CALLS]NAME[ARGS]{}</s>
+
 Some templates open the channel themselves: the prompt ends with <think>, and the answer begins inside it.
 
 The parser recognises special tokens by their ids. Text that merely looks like a special token stays text. The parser is
@@ -23,17 +28,26 @@ incremental: each of the three parts only ever grows, so streamed pieces add up 
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 from redraft.config import MAX_DEPTH, parse_json
-from redraft.tokenizer.chat_tokens import CALL_START, CALLS, CHANNELS, QUOTE
+from redraft.tokenizer.chat_tokens import (
+    CALL_START,
+    CALLS,
+    CHANNELS,
+    JSON_CALL_START,
+    MISTRAL_ARGUMENTS,
+    MISTRAL_CALLS,
+    MISTRAL_ID,
+    QUOTE,
+)
 from redraft.tokenizer.tokenizer import Decoder, Tokenizer
 
 # Shown where they are not part of a valid call, so that a broken call is visible.
-CALL_TOKENS = (*CALLS, *CALLS.values(), QUOTE)
+CALL_TOKENS = (*filter(None, (*CALLS, *CALLS.values())), QUOTE, MISTRAL_ARGUMENTS, MISTRAL_ID)
 CHANNEL_NAME = "thought"  # the first line of a reasoning channel
 MOST_OPENING = 16  # tokens at the end of a prompt that may open a channel: its token, its name, white space
 
@@ -135,6 +149,9 @@ class ChatParser:
         if self._state == "call":
             if name == CALLS[self._start]:
                 self._end_call(name, added)
+            elif self._start == MISTRAL_CALLS and name not in (MISTRAL_ARGUMENTS, MISTRAL_ID):
+                self._end_call("", added)  # the next call ends the one before it, and so does the end of the answer
+                self._state = "call" if name == MISTRAL_CALLS else "text"
             else:
                 self._call_source.append(_QUOTE_MARK if name == QUOTE else name)
         elif self._state == "channel":
@@ -152,11 +169,9 @@ class ChatParser:
 
     def _end_call(self, end: str, added: "_Added") -> None:
         source = "".join(self._call_source)
-        parse = _parse_call if self._start == CALL_START else _parse_json_call
-        call = parse(source) if end else None
-        if call is not None:
-            added.tool_calls.append(call)
-        else:
+        calls = PARSERS[self._start](source) if end == CALLS[self._start] else ()
+        added.tool_calls += calls
+        if not calls:
             added.text.append(self._text.feed(self._start + source.replace(_QUOTE_MARK, QUOTE) + end))
         self._call_source = []
         self._state = "text"
@@ -239,28 +254,49 @@ _CALL = re.compile(r"call:([\w.\-]+)(?=\{)")
 _ATOM = re.compile(r"[^,\[\]{}]*")
 
 
-def _parse_call(source: str) -> ToolCall | None:
-    """Parses `call:NAME{...}`; None if the source is anything else."""
+def _parse_call(source: str) -> Sequence[ToolCall]:
+    """Parses `call:NAME{...}`; empty if the source is anything else."""
     head = _CALL.match(source)
     if head is None:
-        return None
+        return ()
     try:
         arguments, end = _parse_value(source, head.end(), MAX_DEPTH)
     except ValueError:
-        return None
-    return ToolCall(head[1], arguments) if end == len(source) else None
+        return ()
+    return [ToolCall(head[1], arguments)] if end == len(source) else ()
 
 
-def _parse_json_call(source: str) -> ToolCall | None:
-    """Parses `{"name": NAME, "arguments": {...}}`; None if the source is anything else."""
+def _parse_json_calls(source: str) -> Sequence[ToolCall]:
+    """Parses `{"name": NAME, "arguments": {...}}`, or a list of those; empty if the source is anything else."""
     try:
-        call = parse_json(source, parse_constant=_refuse_constant)
+        value = parse_json(source, parse_constant=_refuse_constant)
     except ValueError:
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return ToolCall(call["name"], arguments) if isinstance(arguments, dict) else None
+        return ()
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return ()
+        arguments = call.get("arguments", {})
+        if not isinstance(arguments, dict):
+            return ()
+        calls.append(ToolCall(call["name"], arguments))
+    return calls
+
+
+def _parse_mistral_calls(source: str) -> Sequence[ToolCall]:
+    """Parses `[{"name": NAME, "arguments": {...}}]` or `NAME[ARGS]{...}`; empty if the source is anything else."""
+    name, has_arguments, arguments = source.partition(MISTRAL_ARGUMENTS)
+    if not has_arguments:
+        return _parse_json_calls(source)
+    name = name.partition(MISTRAL_ID)[0].strip()
+    return _parse_json_calls(f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}') if name else ()
+
+
+PARSERS: dict[str, Callable[[str], Sequence[ToolCall]]] = {
+    CALL_START: _parse_call,
+    JSON_CALL_START: _parse_json_calls,
+    MISTRAL_CALLS: _parse_mistral_calls,
+}
 
 
 def _parse_value(source: str, at: int, depth: int) -> tuple[Any, int]:

@@ -10,8 +10,10 @@ CHANNELS = {CHANNEL_START: CHANNEL_END, THINK_START: THINK_END}
 
 CALL_START, CALL_END = "<|tool_call>", "<tool_call|>"
 JSON_CALL_START, JSON_CALL_END = "<tool_call>", "</tool_call>"
-CALLS = {CALL_START: CALL_END, JSON_CALL_START: JSON_CALL_END}
-CALL_WORDS = {CALL_START: "call:", JSON_CALL_START: '"arguments'}  # in a template whose calls are in that notation
+MISTRAL_CALLS, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+CALLS = {CALL_START: CALL_END, JSON_CALL_START: JSON_CALL_END, MISTRAL_CALLS: ""}  # the latter end with the answer
+CALL_WORDS = {CALL_START: "call:", JSON_CALL_START: '"arguments', MISTRAL_CALLS: ""}  # in a template with that notation
+LLAMA_WORDS = ('{"name": ', '"parameters": ', "<|eot_id|>")  # in a template whose calls are those of Llama 3
 QUOTE = '<|"|>'
 
 IMAGE_START, IMAGE, IMAGE_END = "<|image>", "<|image|>", "<image|>"

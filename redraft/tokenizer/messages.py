@@ -1,5 +1,6 @@
 """Messages of a conversation and declarations of tools: checked, and brought into the form that templates expect."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -107,7 +108,7 @@ def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         calls = []
         for call in message.get("tool_calls") or []:
             function = dict(call.get("function", call))
-            function["arguments"] = _parse_arguments(function)
+            function["arguments"] = parse_arguments(function)
             function_names[call.get("id", "")] = function.get("name", "")
             calls.append({**call, "function": function})
         if calls:
@@ -118,6 +119,41 @@ def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return prepared
 
 
+def number_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Prepared messages in which a call and its result have an id of nine letters and digits, as Mistral's templates ask.
+
+    A result without an id belongs to the first call that has no result yet.
+    """
+    waiting: list[str] = []  # ids of the calls without a result
+    numbered: list[dict[str, Any]] = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            ids = [_short_id(call.get("id") or f"{len(numbered)}.{number}") for number, call in enumerate(calls)]
+            waiting += ids
+            calls = [{**call, "id": short} for call, short in zip(calls, ids, strict=True)]
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            short = _short_id(given) if given else next(iter(waiting), _short_id(""))
+            waiting = [other for other in waiting if other != short]
+            message = {**message, "tool_call_id": short}
+        numbered.append(dict(message))
+    return numbered
+
+
+def _short_id(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def split_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Prepared messages of which each has one call at most, as Llama's templates ask."""
+    return [
+        {**message, **({"tool_calls": [call]} if call is not None else {})}
+        for message in messages
+        for call in message.get("tool_calls") or [None]
+    ]
+
+
 def _prepare_parts(content: Sequence[Any]) -> list[dict[str, str]]:
     """Parts of text and images, as templates for images expect them. A template needs no picture."""
     texts = (part if isinstance(part, str) else part.get("text", "") for part in content)
@@ -125,7 +161,8 @@ def _prepare_parts(content: Sequence[Any]) -> list[dict[str, str]]:
     return [{"type": "image"} if is_image(part) else {"type": "text", "text": text} for part, text in pairs]
 
 
-def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call, which may be JSON text."""
     arguments = function.get("arguments") or {}
     try:
         parsed = parse_json(arguments) if isinstance(arguments, str) else arguments

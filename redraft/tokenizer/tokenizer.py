@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.config import read_file, read_json, show_value, write_text
-from redraft.tokenizer.chat_tokens import CALL_WORDS, CALLS, DOCUMENT_END, IMAGE, IMAGE_END, IMAGE_START, TURN_ENDS
+from redraft.tokenizer.chat_tokens import (
+    CALL_WORDS,
+    CALLS,
+    DOCUMENT_END,
+    IMAGE,
+    IMAGE_END,
+    IMAGE_START,
+    LLAMA_WORDS,
+    MISTRAL_CALLS,
+    TURN_ENDS,
+)
 from redraft.tokenizer.messages import (
     KEPT_ROLES,
     Message,
@@ -24,8 +34,11 @@ from redraft.tokenizer.messages import (
     check_tools,
     content_size,
     image_sources,
+    number_calls,
     prepare_messages,
+    split_calls,
 )
+from redraft.tokenizer.tool_text import HERMES, LLAMA, CallForm
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Vocabulary
@@ -205,14 +218,34 @@ class Tokenizer:
 
     @property
     def can_call(self) -> bool:
-        """Whether the chat template tells the model about tools, and ChatParser reads the calls that it asks for."""
+        """Whether the chat template tells the model about tools and asks for calls in a form that redraft reads."""
+        return self.has_call_tokens or self.call_form is LLAMA
+
+    @property
+    def has_call_tokens(self) -> bool:
+        """Whether the calls that the chat template asks for begin with a special token: ChatParser reads those."""
         if self.template is not None and "tools" not in self.template:
             return False
         return self.can_chat and any(self._has_calls(start) for start in CALLS)
 
+    @property
+    def call_form(self) -> CallForm:
+        """How a call is written as text."""
+        template = self.template or ""
+        return LLAMA if "tools" in template and all(word in template for word in LLAMA_WORDS) else HERMES
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the chat template takes a system message."""
+        try:
+            self.render([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
+        except TokenizerError:
+            return False
+        return True
+
     def _has_calls(self, start: str) -> bool:
         """Whether the template and the vocabulary have the calls that begin with this token."""
-        names = (start, CALLS[start])
+        names = [name for name in (start, CALLS[start]) if name]
         if self.template is not None and not all(text in self.template for text in (*names, CALL_WORDS[start])):
             return False
         return all(self.vocabulary.token_to_id(name) is not None for name in names)
@@ -339,7 +372,7 @@ class Tokenizer:
         from redraft.tokenizer import chat_template  # jinja2 takes long to import
 
         variables = {
-            "messages": prepare_messages(messages),
+            "messages": self._prepare(messages),
             "tools": list(tools) if tools else None,
             "enable_thinking": think,
             "add_generation_prompt": add_generation_prompt,
@@ -354,6 +387,13 @@ class Tokenizer:
             return chat_template.render_own(source, variables)
         except chat_template.TemplateError as error:
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
+
+    def _prepare(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as this template expects them."""
+        prepared = prepare_messages(messages)
+        if self.template is not None and MISTRAL_CALLS in self.template:
+            return number_calls(prepared)
+        return split_calls(prepared) if self.call_form is LLAMA else prepared
 
 
 def _too_long(characters: int, limit: int) -> TokenizerError:

@@ -233,8 +233,8 @@ QWEN_TEMPLATE = (
             "{{ tools }}<tool_call>\n<function=NAME>{{ call.arguments }}</function></tool_call>",
             ["<tool_call>", "</tool_call>"],
         ),
-        ('{{ tools }}{"name": "NAME", "parameters": {}}<|eom_id|>', ["<tool_call>", "</tool_call>", "<|python_tag|>"]),
-        ("{{ tools }}[TOOL_CALLS]", ["[TOOL_CALLS]"]),
+        ('{{ tools }}{"name": "NAME", "arguments": {}}<|eot_id|>', ["<tool_call>", "</tool_call>", "<|python_tag|>"]),
+        ("{{ tools }}[TOOL_CALLS]", []),
         (None, ["<|turn>"]),
     ],
 )

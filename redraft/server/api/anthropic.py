@@ -15,12 +15,12 @@ from redraft.server.canvas_params import canvas_params
 from redraft.server.checks import causal_settings, choose_check, ignored_settings, verification_fields
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, adapt_to_model
 from redraft.server.errors import BadRequestError, checking_request
-from redraft.server.forced_calls import choose_tools
 from redraft.server.images import ServedImages, parts_of_content, text_of_content
 from redraft.server.models import Handlers, Models
 from redraft.server.schema import Body, CanvasFields, CausalOptions, Content, Seed, StopString, Temperature, Tokens
 from redraft.server.service import Completion, Route, name_ignored_fields, read_body
-from redraft.server.streams import end_with_error, sse_response, to_json
+from redraft.server.streams import end_with_error, sse_response
+from redraft.server.tool_calls import choose_tools
 from redraft.server.worker import Stream
 from redraft.tasks.generation import GenerationOptions
 from redraft.tokenizer.tokenizer import Message
@@ -104,7 +104,7 @@ def count_prompt_tokens(writer: Writer, params: CompletionParams, images: Served
     """Counts the tokens that a prompt has for this model."""
     with checking_request():
         params = adapt_to_model(writer, params)
-        options = GenerationOptions(tools=params.tools, think=params.think, stop=stop)
+        options = GenerationOptions(tools=params.tools.tools, think=params.think, stop=stop)
         return images.count_tokens(writer, params.prompt, options)
 
 
@@ -113,17 +113,18 @@ async def stream_events(chunks: Stream[tuple[int, Chunk]], head: dict[str, Any])
     empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": {**head, **empty, "usage": {"input_tokens": 0, "output_tokens": 0}}}
     index = -1
-    open_kind: str | None = None  # of the content block that is open
+    open_kind: tuple[str, int] | None = None  # of the content block that is open, with the number of its call
     async for _, chunk in chunks:
         if isinstance(chunk, TextDelta):
             for kind, start, delta in block_deltas(chunk):
-                if kind != open_kind or kind == "tool_use":
+                if kind != open_kind:
                     if open_kind is not None:
                         yield {"type": "content_block_stop", "index": index}
                     index += 1
                     open_kind = kind
                     yield {"type": "content_block_start", "index": index, "content_block": start}
-                yield {"type": "content_block_delta", "index": index, "delta": delta}
+                if delta.get("partial_json") != "":
+                    yield {"type": "content_block_delta", "index": index, "delta": delta}
         elif isinstance(chunk, Finish):
             if open_kind is not None:
                 yield {"type": "content_block_stop", "index": index}
@@ -134,7 +135,8 @@ async def stream_events(chunks: Stream[tuple[int, Chunk]], head: dict[str, Any])
 def params_of(body: MessagesRequest, can_think: bool) -> CompletionParams:
     """Translates a request body. "adaptive" leaves it to the model whether it thinks."""
     thinking = (body.thinking or {}).get("type")
-    tools, forced_call = choose_tools([template_tool(tool) for tool in body.tools or ()], tool_choice_of(body))
+    tools = [template_tool(tool) for tool in body.tools or ()]
+    parallel = not (body.tool_choice or {}).get("disable_parallel_tool_use")
     messages: list[Message] = []
     if body.system is not None:
         messages.append({"role": "system", "content": text_of_content(body.system, "messages")})
@@ -148,8 +150,7 @@ def params_of(body: MessagesRequest, can_think: bool) -> CompletionParams:
         stop_strings=tuple(body.stop_sequences or ()),
         check=body.check,
         causal_settings=causal_settings(body),
-        tools=tools or None,
-        forced_call=forced_call,
+        tools=choose_tools(tools, tool_choice_of(body), parallel=parallel),
         think=thinking == "enabled" or (thinking == "adaptive" and can_think),
         pattern=pattern_of(body.output_config),
         **canvas_params(body),
@@ -229,18 +230,23 @@ def template_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def block_deltas(delta: TextDelta) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+def block_deltas(delta: TextDelta) -> list[tuple[tuple[str, int], dict[str, Any], dict[str, Any]]]:
     """Returns, for each content block that a delta belongs to: its kind, the block as it starts, and what is added."""
-    blocks: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+    blocks: list[tuple[tuple[str, int], dict[str, Any], dict[str, Any]]] = []
     if delta.reasoning:
         added: dict[str, Any] = {"type": "thinking_delta", "thinking": delta.reasoning}
-        blocks.append(("thinking", {"type": "thinking", "thinking": "", "signature": ""}, added))
+        blocks.append((("thinking", 0), {"type": "thinking", "thinking": "", "signature": ""}, added))
     if delta.text:
-        blocks.append(("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": delta.text}))
-    for call in delta.tool_calls:
-        start = {"type": "tool_use", "id": f"toolu_{uuid4().hex[:24]}", "name": call.name, "input": {}}
-        blocks.append(("tool_use", start, {"type": "input_json_delta", "partial_json": to_json(call.arguments)}))
+        blocks.append((("text", 0), {"type": "text", "text": ""}, {"type": "text_delta", "text": delta.text}))
+    for part in delta.tool_calls:
+        added = {"type": "input_json_delta", "partial_json": part.arguments}
+        blocks.append((("tool_use", part.index), tool_use(part.name, {}), added))
     return blocks
+
+
+def tool_use(name: str, arguments: Any) -> dict[str, Any]:
+    """Returns the content block of a tool call."""
+    return {"type": "tool_use", "id": f"toolu_{uuid4().hex[:24]}", "name": name, "input": arguments}
 
 
 def content_blocks(completion: Completion) -> list[dict[str, Any]]:
@@ -251,7 +257,7 @@ def content_blocks(completion: Completion) -> list[dict[str, Any]]:
     if completion.text or not completion.tool_calls:
         blocks.append({"type": "text", "text": completion.text})
     for call in completion.tool_calls:
-        blocks.append({"type": "tool_use", "id": f"toolu_{uuid4().hex[:24]}", "name": call.name, "input": call.arguments})
+        blocks.append(tool_use(call.name, call.parse()))
     return blocks
 
 

@@ -29,8 +29,8 @@ from redraft.server.models import Handlers, Models
 from redraft.server.schema import NOT_BOOLEAN, Body, CausalOptions, Penalty, Seed, Stop, Temperature, TopLogprobs
 from redraft.server.service import Route, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, ndjson_response, stream_list
+from redraft.server.tool_calls import CallDelta, WrittenCall, choose_tools, join_calls
 from redraft.server.worker import Stream
-from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message
 
 MOST_SECONDS = 1e9  # a model that stays longer stays for ever
@@ -189,7 +189,7 @@ class OllamaRoutes(Handlers):
         name = self.models.find_name(body.model or body.name)
         card = self.models.cards[self.models.base_of(name)]
         infills = ["insert"] if card.is_diffusion else []
-        chat_capabilities = ["tools"] if card.can_call else []
+        chat_capabilities = ["tools"] if card.can_chat else []
         chat_capabilities += ["thinking"] if card.can_think else []
         chat_capabilities += ["vision"] if card.takes_images else []
         return {
@@ -266,7 +266,7 @@ class OllamaRoutes(Handlers):
             stop_strings=as_stop_strings(options.stop),
             check=options.check,
             causal_settings=causal_settings(options),
-            tools=tools,
+            tools=choose_tools(tools, None),
             think=body.think not in (None, False),
             pattern={"schema": schema} if schema is not None else {},
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -286,14 +286,17 @@ class OllamaRoutes(Handlers):
         return {"logprobs": logprobs_of(self.service.writer.tokenizer, tokens)} if tokens else {}
 
     async def _stream_lines(self, chunks: Stream[tuple[int, Chunk]], text_field: TextField) -> Stream[dict[str, Any]]:
+        calls: list[CallDelta] = []  # a line has whole calls
         async for _, chunk in chunks:
             head = {"model": self.service.name, "created_at": now()}
             if isinstance(chunk, TextDelta):
-                if not (chunk.text or chunk.reasoning or chunk.tool_calls):
-                    continue
-                line = add_reasoning_and_calls(text_field(chunk.text), chunk.reasoning, chunk.tool_calls)
-                yield {**head, **line, **self._logprobs(chunk.tokens), "done": False}
+                calls += chunk.tool_calls
+                if chunk.text or chunk.reasoning:
+                    line = add_reasoning_and_calls(text_field(chunk.text), chunk.reasoning, ())
+                    yield {**head, **line, **self._logprobs(chunk.tokens), "done": False}
             elif isinstance(chunk, Finish):
+                if calls:
+                    yield {**head, **add_reasoning_and_calls(text_field(""), "", join_calls(calls)), "done": False}
                 yield {**head, **text_field(""), **self._finish(chunk)}
 
     def _finish(self, finish: Finish) -> dict[str, Any]:
@@ -322,13 +325,13 @@ def max_tokens_of(options: Options) -> int | None:
     return options.num_predict if (options.num_predict or 0) > 0 else None
 
 
-def add_reasoning_and_calls(line: dict[str, Any], reasoning: str, tool_calls: Sequence[ToolCall]) -> dict[str, Any]:
+def add_reasoning_and_calls(line: dict[str, Any], reasoning: str, tool_calls: Sequence[WrittenCall]) -> dict[str, Any]:
     """Adds reasoning and tool calls to a line, where clients read them."""
     target = line.get("message", line)
     if reasoning:
         target["thinking"] = reasoning
     if tool_calls and "message" in line:
-        target["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments}} for call in tool_calls]
+        target["tool_calls"] = [{"function": {"name": call.name, "arguments": call.parse()}} for call in tool_calls]
     return line
 
 

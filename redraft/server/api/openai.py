@@ -4,7 +4,6 @@ openai_requests.py translates the request bodies.
 """
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -44,9 +43,9 @@ from redraft.server.models import Handlers, Models
 from redraft.server.schema import ChatRequest, CompletionRequest, EditRequest
 from redraft.server.service import Completion, Route, Service, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response, stream_list
+from redraft.server.tool_calls import CallDelta, WrittenCall
 from redraft.server.worker import Stream
 from redraft.tasks import best_of
-from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Tokenizer
 from redraft.writer import new_seed
 
@@ -109,16 +108,25 @@ class ResponseBuilder:
         }
 
 
-def delta_of(delta: TextDelta, previous_calls: int) -> dict[str, Any]:
-    """Returns the delta of a chunk."""
+def delta_of(delta: TextDelta, call_ids: dict[int, str]) -> dict[str, Any]:
+    """Returns the delta of a chunk. `call_ids` has the ids of the calls that have begun."""
     fields: dict[str, Any] = {}
     if delta.reasoning:
         fields["reasoning_content"] = delta.reasoning
     if delta.text:
         fields["content"] = delta.text
     if delta.tool_calls:
-        fields["tool_calls"] = [tool_call(call, number) for number, call in enumerate(delta.tool_calls, previous_calls)]
+        fields["tool_calls"] = [call_delta(part, call_ids) for part in delta.tool_calls]
     return fields
+
+
+def call_delta(part: CallDelta, call_ids: dict[int, str]) -> dict[str, Any]:
+    """Returns a part of a tool call: the first one has its id and its name."""
+    if part.index in call_ids:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    call = tool_call(part)
+    call_ids[part.index] = call["id"]
+    return {"index": part.index, **call}
 
 
 def message_of(completion: Completion) -> dict[str, Any]:
@@ -127,16 +135,15 @@ def message_of(completion: Completion) -> dict[str, Any]:
     if completion.reasoning:
         message["reasoning_content"] = completion.reasoning
     if completion.tool_calls:
-        calls = [tool_call(call, number) for number, call in enumerate(completion.tool_calls)]
-        message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+        message["tool_calls"] = [tool_call(call) for call in completion.tool_calls]
         message["content"] = message["content"] or None
     return message
 
 
-def tool_call(call: ToolCall, index: int) -> dict[str, Any]:
+def tool_call(call: WrittenCall | CallDelta) -> dict[str, Any]:
     """Returns a tool call as clients read it."""
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"index": index, "id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def finish_reason_of(finish: Finish) -> str:
@@ -366,7 +373,7 @@ class OpenAIRoutes(Handlers):
         warnings: Sequence[str],
     ) -> Stream[dict[str, Any]]:
         stats: dict[int, Stats] = {}
-        call_counts = [0] * len(params)
+        call_ids: list[dict[int, str]] = [{} for _ in params]
         for index, single in enumerate(params):
             if builder.is_chat:
                 yield builder.chunk(index, {"role": "assistant", "content": ""})
@@ -377,10 +384,9 @@ class OpenAIRoutes(Handlers):
                 case Frame():
                     yield builder.frame_chunk(index, chunk)
                 case TextDelta():
-                    if delta := delta_of(chunk, call_counts[index]):
+                    if delta := delta_of(chunk, call_ids[index]):
                         logprobs = await self._logprobs(builder, params[index], chunk.tokens)
                         yield builder.chunk(index, delta, logprobs=logprobs)
-                    call_counts[index] += len(chunk.tool_calls)
                 case Finish():
                     stats[index] = chunk.stats
                     sentences = [*warnings, *chunk.notes]

@@ -16,9 +16,9 @@ from redraft.server.completion import (
 )
 from redraft.server.errors import BadRequestError
 from redraft.server.fim import Gap, find_gap
-from redraft.server.forced_calls import choose_tools
 from redraft.server.images import text_of_content
 from redraft.server.schema import ChatRequest, CompletionRequest, SamplingOptions
+from redraft.server.tool_calls import choose_tools
 
 UNSUPPORTED = (
     "grammar json_schema guided_grammar stop_token_ids functions function_call audio modalities structured_outputs".split()
@@ -43,13 +43,11 @@ NOT_FOR_INFILL = {
 
 def chat_params(body: ChatRequest) -> CompletionParams:
     """Translates a chat completion."""
-    tools, forced_call = choose_tools(body.tools, body.tool_choice)
     enable_thinking = (body.chat_template_kwargs or {}).get("enable_thinking") is True
     params = CompletionParams(
         prompt=[template_message(message) for message in body.messages],
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        tools=tools,
-        forced_call=forced_call,
+        tools=choose_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls),
         think=enable_thinking or body.reasoning_effort not in (None, "none"),
         logprobs=chat_logprobs(body),
         **sampling_params(body),

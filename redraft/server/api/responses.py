@@ -6,7 +6,6 @@ function calls; a stream announces each, sends its text in pieces, and repeats i
 
 import asyncio
 import copy
-import json
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -22,14 +21,13 @@ from redraft.server.canvas_params import canvas_params
 from redraft.server.checks import causal_settings, choose_check, warnings_of
 from redraft.server.completion import Chunk, CompletionParams, Finish, TextDelta, parse_arguments
 from redraft.server.errors import BadRequestError
-from redraft.server.forced_calls import choose_tools
 from redraft.server.images import ignored_image_fields, parts_of_content, text_of_content
 from redraft.server.models import Handlers, Models
 from redraft.server.schema import CanvasFields, CausalOptions, Seed, Temperature, Tokens
 from redraft.server.service import Route, name_ignored_fields, read_body
 from redraft.server.streams import end_with_error, sse_response
+from redraft.server.tool_calls import CallDelta, choose_tools
 from redraft.server.worker import Stream
-from redraft.tokenizer.chat_parser import ToolCall
 from redraft.tokenizer.tokenizer import Message, Tokenizer
 
 Items = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=2048)]
@@ -131,7 +129,7 @@ def params_of(body: ResponsesRequest) -> CompletionParams:
     for name in STATEFUL:
         if (body.model_extra or {}).get(name):
             raise BadRequestError(f"{name} is not supported: the server keeps no state, so send all input items", name)
-    tools, forced_call = choose_tools([template_tool(tool) for tool in body.tools or ()], body.tool_choice)
+    tools = [template_tool(tool) for tool in body.tools or ()]
     effort = (body.reasoning or {}).get("effort")
     return CompletionParams(
         prompt=messages_of(body),
@@ -140,8 +138,7 @@ def params_of(body: ResponsesRequest) -> CompletionParams:
         seed=body.seed,
         check=body.check,
         causal_settings=causal_settings(body),
-        tools=tools or None,
-        forced_call=forced_call,
+        tools=choose_tools(tools, body.tool_choice, parallel=body.parallel_tool_calls),
         think=effort not in (None, "none"),
         pattern=pattern_of_format((body.text or {}).get("format"), "text.format"),
         **canvas_params(body),
@@ -241,7 +238,8 @@ class OutputBuilder:
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._is_open = False  # whether text may still be added to the last item
+        self._is_open = False  # whether the last item may still grow
+        self._calls = 0
 
     def add(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Adds a delta."""
@@ -249,9 +247,8 @@ class OutputBuilder:
             yield from self._add_text("reasoning", delta.reasoning)
         if delta.text:
             yield from self._add_text("message", delta.text)
-        for call in delta.tool_calls:
-            yield from self._close("completed")
-            yield from self._add_call(call)
+        for part in delta.tool_calls:
+            yield from self._add_call_part(part)
 
     def finish(self, finish: Finish) -> Iterator[dict[str, Any]]:
         """Ends the last item. A response without any has an empty message."""
@@ -296,26 +293,33 @@ class OutputBuilder:
         return {**self._place, "content_index": 0, **({"logprobs": []} if kind == "message" else {})}
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:
-        """Ends an item that has text, if one is open."""
+        """Ends an item, if one is open."""
         if not self._is_open:
             return
+        self._is_open = False
         item = self.items[-1]
-        (part,) = item["content"]
         item["status"] = status
+        if item["type"] == "function_call":
+            fields = {"arguments": item["arguments"], "name": item["name"]}
+            yield {"type": "response.function_call_arguments.done", **self._place, **fields}
+            yield self._item_event("done")
+            return
+        (part,) = item["content"]
         yield {"type": f"{DELTAS[item['type']]}.done", **self._text_fields(item["type"]), "text": part["text"]}
         yield {"type": "response.content_part.done", **self._place, "content_index": 0, "part": dict(part)}
         yield self._item_event("done")
-        self._is_open = False
 
-    def _add_call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
-        ids = {"id": f"fc_{uuid4().hex}", "call_id": f"call_{uuid4().hex[:24]}"}
-        item = {"type": "function_call", **ids, "name": call.name, "arguments": "", "status": "in_progress"}
-        yield self._add_item(item)
-        item |= {"arguments": arguments, "status": "completed"}
-        yield {"type": "response.function_call_arguments.delta", **self._place, "delta": arguments}
-        yield {"type": "response.function_call_arguments.done", **self._place, "arguments": arguments, "name": call.name}
-        yield self._item_event("done")
+    def _add_call_part(self, part: CallDelta) -> Iterator[dict[str, Any]]:
+        if part.index >= self._calls:
+            yield from self._close("completed")
+            ids = {"id": f"fc_{uuid4().hex}", "call_id": f"call_{uuid4().hex[:24]}"}
+            item = {"type": "function_call", **ids, "name": part.name, "arguments": "", "status": "in_progress"}
+            yield self._add_item(item)
+            self._is_open = True
+            self._calls += 1
+        if part.arguments:
+            self.items[-1]["arguments"] += part.arguments
+            yield {"type": "response.function_call_arguments.delta", **self._place, "delta": part.arguments}
 
 
 def is_incomplete(finish: Finish) -> bool:
