@@ -1,6 +1,7 @@
 """Pattern compilers: turn the patterns of a request into token automata, in this process or in a helper process.
 
-    Pattern -> [regular expression] -> [DFA] -> TokenAutomaton
+    Pattern -> DFA -> TokenAutomaton
+            -> PrefixGrammar, where no automaton expresses it: such an answer is written from left to right
 
 A command or a Python program compiles its own patterns with `LocalCompiler`. A server compiles patterns of strangers with
 `CompilerProcess`: a client that leaves stops the work, and the engine's thread does not wait for the interpreter's lock.
@@ -9,7 +10,6 @@ All patterns of one request share one budget.
 
 import io
 import json
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,15 +17,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from redraft.constraints import json_schema, structure
 from redraft.constraints.budget import Budget
-from redraft.constraints.errors import BudgetError, PatternError, shorten
+from redraft.constraints.dfa import DFA, minimize
+from redraft.constraints.errors import BudgetError, PatternError, UnboundedError
+from redraft.constraints.json_schema import SchemaReader
+from redraft.constraints.nfa import NFA, determinize
+from redraft.constraints.prefix_grammar import GrammarVocabulary, PrefixGrammar, to_grammar
+from redraft.constraints.regex_dfa import compile_dfa
+from redraft.constraints.schema_nfa import compile_schema
+from redraft.constraints.structure import add_structure, to_lark
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
 from redraft.tokenizer.helper_process import HelperMemoryError, HelperProcess, HelperTimeoutError, answer_calls
 
 MODULE = "redraft.constraints.pattern_compiler"  # what the helper process runs
 COMPILE_SECONDS = 10.0
-ERRORS: dict[str, type[PatternError]] = {"PatternError": PatternError, "BudgetError": BudgetError}
+ERRORS: dict[str, type[PatternError]] = {kind.__name__: kind for kind in (PatternError, BudgetError, UnboundedError)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +43,63 @@ class Pattern:
     choices: Sequence[str] | None = None
     structure: Mapping[str, Any] | None = None  # a tree of texts, patterns and schemas, see structure.py
 
-    def build_regex(self, budget: Budget) -> str:
-        """The regular expression of the pattern."""
+    @property
+    def name(self) -> str:
+        """What error messages call it."""
+        if self.regex is not None:
+            return self.regex
+        return (
+            "of the schema"
+            if self.schema is not None
+            else "of the choices"
+            if self.choices is not None
+            else "of the structure"
+        )
+
+    def compile(self, budget: Budget) -> DFA | str:
+        """The automaton of its texts. Where there is none, or a large one only: the text of a prefix grammar."""
+        if self.regex is not None or (self.schema is None and self.choices is None and self.structure is None):
+            return compile_dfa(self.regex, budget)  # type: ignore[arg-type]  # it refuses what is no text
+        try:
+            return self._compile_finite(budget)
+        except (UnboundedError, BudgetError) as error:
+            if self.choices is not None:
+                raise
+            try:
+                return self._write_grammar()
+            except PatternError as second:
+                raise (second if isinstance(error, UnboundedError) else error) from None
+
+    def _compile_finite(self, budget: Budget) -> DFA:
         if self.schema is not None:
-            return json_schema.build_regex(self.schema, budget)
-        if self.choices is not None:
-            budget.check_length(sum(map(len, self.choices)) + len(self.choices) - 1, "the list of choices")
-            return "|".join(re.escape(choice) for choice in self.choices)
+            return compile_schema(self.schema, budget)
+        nfa = NFA(self.name, budget)
+        start = nfa.add_state()
         if self.structure is not None:
-            return structure.build_regex(self.structure, budget)
-        if not isinstance(self.regex, str):
-            raise PatternError(f"a pattern is a text, got {shorten(self.regex)}")
-        return self.regex
+            end = add_structure(nfa, start, self.structure)
+        else:
+            budget.check_length(sum(map(len, self.choices or ())), "the list of choices")
+            end = nfa.add_state()
+            for choice in self.choices or ():
+                nfa.link(nfa.add_text(start, choice.encode("utf-8", "surrogatepass")), end)
+        return minimize(determinize(nfa, start, end), budget)
+
+    def _write_grammar(self) -> str:
+        budget = Budget()
+        if self.schema is not None:
+            return to_grammar(SchemaReader(self.schema, budget))
+        lark, has_distinct = to_lark(self.structure, budget)
+        return json.dumps({"lark": lark, "distinct": has_distinct})
+
+
+Compiled = TokenAutomaton | PrefixGrammar
 
 
 class PatternCompiler(Protocol):
     """Compiles patterns over one vocabulary."""
 
-    def compile(self, patterns: Sequence[Pattern], stop: threading.Event | None = None) -> list[TokenAutomaton]:
-        """The automata of a request's patterns. Setting `stop` may end the work early, with HelperStoppedError."""
+    def compile(self, patterns: Sequence[Pattern], stop: threading.Event | None = None) -> list[Compiled]:
+        """The automata or grammars of a request's patterns. Setting `stop` may end it early, with HelperStoppedError."""
 
 
 class LocalCompiler:
@@ -64,23 +108,43 @@ class LocalCompiler:
     def __init__(self, make_automata: Callable[[], AutomatonCompiler]) -> None:
         self.make_automata = make_automata
 
-    def compile(self, patterns: Sequence[Pattern], stop: threading.Event | None = None) -> list[TokenAutomaton]:
-        """The automata of a request's patterns. Only their budget ends the work early."""
+    def compile(self, patterns: Sequence[Pattern], stop: threading.Event | None = None) -> list[Compiled]:
+        """The automata or grammars of a request's patterns. Only their budget ends the work early."""
         budget = Budget()
         automata = self.make_automata()
-        return [automata.compile(pattern.build_regex(budget), budget) for pattern in patterns]
+        return [compile_one(automata, pattern, budget) for pattern in patterns]
+
+
+def compile_one(automata: AutomatonCompiler, pattern: Pattern, budget: Budget) -> Compiled:
+    """The automaton of a pattern, or its grammar where an automaton would have too many states."""
+    key = pack_patterns([pattern])
+    compiled = automata.compiled.get(key)
+    if compiled is None:
+        text = pattern.compile(budget)
+        if isinstance(text, DFA):
+            try:
+                compiled = automata.compile_tokens(pattern.name, text, budget)
+            except BudgetError:
+                if pattern.regex is not None or pattern.choices is not None:
+                    raise
+                text = pattern._write_grammar()
+        if isinstance(text, str):
+            compiled = PrefixGrammar(pattern.name, text, automata.grammar_vocabulary)
+        assert compiled is not None
+        automata.compiled.put(key, compiled)
+    return compiled
 
 
 class CompilerProcess:
     """Compiles in a helper process, one request at a time."""
 
     def __init__(self, token_bytes: Sequence[bytes | None], stops: Sequence[int], seconds: float = COMPILE_SECONDS) -> None:
-        self.stops = tuple(stops)
+        self.vocabulary = GrammarVocabulary(token_bytes, stops)
         self.seconds = seconds
         self.process = HelperProcess(MODULE, seconds=seconds, setup=pack_vocabulary(token_bytes, stops))
 
-    def compile(self, patterns: Sequence[Pattern], stop: threading.Event | None = None) -> list[TokenAutomaton]:
-        """The automata of a request's patterns. The process is killed once `stop` is set."""
+    def compile(self, patterns: Sequence[Pattern], stop: threading.Event | None = None) -> list[Compiled]:
+        """The automata or grammars of a request's patterns. The process is killed once `stop` is set."""
         message = pack_patterns(patterns)
         try:
             answer = self.process.call(message.encode(), stop)
@@ -90,7 +154,7 @@ class CompilerProcess:
             ) from None
         except HelperMemoryError:
             raise BudgetError("the pattern needs more memory than one request may use: make it simpler") from None
-        return unpack_automata(answer, self.stops)
+        return unpack_compiled(answer, self.vocabulary)
 
     def close(self) -> None:
         """Ends the process."""
@@ -127,24 +191,30 @@ def unpack_vocabulary(message: bytes) -> AutomatonCompiler:
     return AutomatonCompiler(token_bytes, arrays["stops"].tolist())
 
 
-def pack_automata(automata: Sequence[TokenAutomaton]) -> bytes:
+def pack_compiled(compiled: Sequence[Compiled]) -> bytes:
     """The answer of a helper process."""
-    arrays = {f"{n}.{name}": array for n, automaton in enumerate(automata) for name, array in automaton.to_arrays().items()}
-    return _pack({**arrays, "patterns": _text_array([automaton.pattern for automaton in automata])})
+    arrays: dict[str, np.ndarray] = {}
+    for number, each in enumerate(compiled):
+        found = each.to_arrays() if isinstance(each, TokenAutomaton) else {"grammar": _text_array(each.grammar)}
+        arrays |= {f"{number}.{name}": array for name, array in found.items()}
+    return _pack({**arrays, "patterns": _text_array([each.pattern for each in compiled])})
 
 
-def unpack_automata(answer: bytes, stops: Sequence[int]) -> list[TokenAutomaton]:
-    """The automata of an answer. Raises the error that it holds instead."""
+def unpack_compiled(answer: bytes, vocabulary: GrammarVocabulary) -> list[Compiled]:
+    """The automata and grammars of an answer. Raises the error that it holds instead."""
     arrays = _unpack(answer)
     if "error" in arrays:
         kind, message = json.loads(arrays["error"].tobytes())
         raise ERRORS[kind](message)
-    automata = []
+    compiled: list[Compiled] = []
     for number, pattern in enumerate(json.loads(arrays["patterns"].tobytes())):
         prefix = f"{number}."
         own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-        automata.append(TokenAutomaton.from_arrays(pattern, stops, own))
-    return automata
+        if "grammar" in own:
+            compiled.append(PrefixGrammar(pattern, json.loads(own["grammar"].tobytes()), vocabulary))
+        else:
+            compiled.append(TokenAutomaton.from_arrays(pattern, vocabulary.stops, own))
+    return compiled
 
 
 def _pack(arrays: dict[str, np.ndarray]) -> bytes:
@@ -181,7 +251,7 @@ class CallHandler:
         """Compiles the patterns of one request."""
         assert self.compiler is not None
         try:
-            return pack_automata(self.compiler.compile([Pattern(**fields) for fields in json.loads(message)]))
+            return pack_compiled(self.compiler.compile([Pattern(**fields) for fields in json.loads(message)]))
         except PatternError as reason:
             return _pack({"error": _text_array([type(reason).__name__, str(reason)])})
 

@@ -36,7 +36,7 @@ BITS = 32
 # 1. From shapes to a schema of plain keywords
 
 
-def to_grammar(schema: Any, reader: SchemaReader) -> str:
+def to_grammar(reader: SchemaReader) -> str:
     """The grammar of a schema as text. Raises UnboundedError where llguidance cannot express it either."""
     writer = _GrammarWriter(reader)
     root = writer.write(reader.root_node)
@@ -206,6 +206,9 @@ class _TokenList:
         return ids
 
 
+BYTES = GrammarVocabulary([*(bytes([byte]) for byte in range(256)), None], [256])  # a token for each byte
+
+
 class PrefixGrammar:
     """The grammar of one pattern over one vocabulary."""
 
@@ -217,7 +220,8 @@ class PrefixGrammar:
         self.start = 0
         parsed = json.loads(grammar)
         self.is_distinct = parsed["distinct"]
-        self.text = json.dumps(parsed["schema"], ensure_ascii=False)
+        self.lark = parsed.get("lark")
+        self.text = self.lark or json.dumps(parsed["schema"], ensure_ascii=False)
         self.matcher()  # refuses what llguidance does not know
 
     @property
@@ -229,7 +233,8 @@ class PrefixGrammar:
         """A new matcher at the start."""
         import llguidance
 
-        matcher = llguidance.LLMatcher(self.vocabulary.tokenizer, llguidance.LLMatcher.grammar_from_json_schema(self.text))
+        make = llguidance.LLMatcher.grammar_from_lark if self.lark else llguidance.LLMatcher.grammar_from_json_schema
+        matcher = llguidance.LLMatcher(self.vocabulary.tokenizer, make(self.text))
         if matcher.is_error():
             reason = matcher.get_error().splitlines()[0].rstrip(". ")
             raise PatternError(f"the schema is not supported: {shorten(reason)}")
@@ -241,13 +246,7 @@ class PrefixGrammar:
 
     def accepts_text(self, text: bytes) -> bool:
         """Whether a whole text is a match."""
-        cursor = self.new_cursor()
-        by_byte = {token: number for number, token in enumerate(self.vocabulary.token_bytes) if token and len(token) == 1}
-        state: int | None = 0
-        for byte in text:
-            token = by_byte.get(bytes([byte]))
-            state = cursor.advance(state, token) if token is not None and state is not None else None
-        return state is not None and cursor.is_final(state)
+        return PrefixGrammar(self.pattern, self.grammar, BYTES).accepts(list(text))
 
     def accepts(self, ids: Sequence[int]) -> bool:
         """Whether these tokens are a whole match."""
@@ -286,7 +285,9 @@ class GrammarCursor:
             return
         old = self.path_to(self.at)
         new = self.path_to(state)
-        common = next((index for index, (one, two) in enumerate(zip(old, new, strict=False)) if one != two), min(len(old), len(new)))
+        common = next(
+            (index for index, (one, two) in enumerate(zip(old, new, strict=False)) if one != two), min(len(old), len(new))
+        )
         if len(old) > common:
             self.matcher.rollback(len(old) - common)
         for each in new[common:]:

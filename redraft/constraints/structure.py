@@ -1,4 +1,4 @@
-"""Structures: a tree of texts, patterns and schemas, compiled to a regular expression.
+"""Structures: a tree of texts, patterns and schemas.
 
 The names of the nodes and of their fields are those of XGrammar's structural tags:
 
@@ -12,13 +12,19 @@ The names of the nodes and of their fields are those of XGrammar's structural ta
 A schema that has a title and cannot be compiled is named by its title in the error.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from redraft.constraints import json_schema, regex_dfa
 from redraft.constraints.budget import Budget
 from redraft.constraints.errors import PatternError, shorten
+from redraft.constraints.json_schema import SchemaReader
+from redraft.constraints.nfa import NFA
+from redraft.constraints.prefix_grammar import to_grammar
+from redraft.constraints.regex_dfa import add_regex
+from redraft.constraints.schema_nfa import compile_schema
 
 FIELDS = {
     "const_string": {"value"},
@@ -32,30 +38,86 @@ MAX_DEPTH = 50  # of nodes inside one another
 MAX_REPEAT = 1000
 
 
-def build_regex(structure: Any, budget: Budget, depth: int = MAX_DEPTH) -> str:
-    """The regular expression of a structure. It spends from `budget`. Nodes are nested `depth` times at most."""
+def add_structure(nfa: NFA, start: int, structure: Any, depth: int = MAX_DEPTH) -> int:
+    """Adds the texts of a structure to an automaton. Nodes are nested `depth` times at most."""
     if not depth:
         raise PatternError(f"the structure is nested too deeply: at most {MAX_DEPTH} levels")
     match check_node(structure):
         case {"type": "const_string", "value": str(text)}:
-            budget.check_length(len(text), "a text of the structure")
-            regex = re.escape(text)
+            return nfa.add_text(start, text.encode("utf-8", "surrogatepass"))
         case {"type": "regex", "pattern": str(pattern)}:
-            regex_dfa.parse(pattern, budget)  # one that ends the group around it would be part of another pattern
-            regex = f"(?:{pattern})"
+            return add_regex(nfa, start, pattern)
         case {"type": "json_schema", "json_schema": schema}:
-            regex = build_schema(schema, budget)
+            with naming(schema):
+                return nfa.add_dfa(start, compile_schema(schema, nfa.budget))
         case {"type": "sequence", "elements": [*elements]}:
-            regex = "".join(build_regex(element, budget, depth - 1) for element in elements)
+            for element in elements:
+                start = add_structure(nfa, start, element, depth - 1)
+            return start
         case {"type": "or", "elements": [_, *_] as elements}:
-            regex = f"(?:{'|'.join(build_regex(element, budget, depth - 1) for element in elements)})"
+            end = nfa.add_state()
+            for element in elements:
+                begin = nfa.add_state()
+                nfa.link(start, begin)
+                nfa.link(add_structure(nfa, begin, element, depth - 1), end)
+            return end
         case {"type": "repeat", "content": content, "separator": str(separator), "min": least, "max": most}:
             check_bounds(least, most)
-            regex = repeat(build_regex(content, budget, depth - 1), re.escape(separator), least, most)
+            return _add_repeat(nfa, start, content, separator.encode("utf-8", "surrogatepass"), least, most, depth - 1)
         case node:
             raise PatternError(f"a node of type {node['type']!r} has a field that it cannot have: {shorten(node)}")
-    budget.check_length(len(regex), "the structure")  # a text repeats what it contains
-    return regex
+
+
+def _add_repeat(nfa: NFA, start: int, content: Any, separator: bytes, least: int, most: int | None, depth: int) -> int:
+    end = nfa.add_state()
+    if not least:
+        nfa.link(start, end)
+    begin = nfa.add_state()
+    nfa.link(start, begin)
+    for count in range(1, (most if most is not None else max(least, 1)) + 1):
+        last = add_structure(nfa, begin, content, depth)
+        if count >= least:
+            nfa.link(last, end)
+        following = begin if count == max(least, 1) and most is None else nfa.add_state()
+        nfa.link(nfa.add_text(last, separator), following)
+        begin = following
+    return end
+
+
+def to_lark(structure: Any, budget: Budget) -> tuple[str, bool]:
+    """The structure as a grammar of llguidance, and whether some array has only different items."""
+    writer = _LarkWriter(budget)
+    return f"start: {writer.write(structure)}\n", writer.has_distinct
+
+
+class _LarkWriter:
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.has_distinct = False
+
+    def write(self, node: Any) -> str:
+        """A node that `add_structure` has checked."""
+        match node["type"]:
+            case "const_string":
+                return json.dumps(node["value"]) if node["value"] else '""'
+            case "regex":
+                pattern = node["pattern"].replace("/", r"\/").replace("\n", r"\n")
+                return f"/{pattern}/"
+            case "json_schema":
+                with naming(node["json_schema"]):
+                    reader = SchemaReader(node["json_schema"], self.budget)
+                    grammar = json.loads(to_grammar(reader))
+                self.has_distinct |= grammar["distinct"]
+                return f"%json {json.dumps(grammar['schema'], ensure_ascii=False)}"
+            case "sequence":
+                return "(" + " ".join(map(self.write, node["elements"])) + ")"
+            case "or":
+                return "(" + " | ".join(map(self.write, node["elements"])) + ")"
+        item = self.write(node["content"])
+        least, most = node["min"], node["max"]
+        rest = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        some = f"({item} ({json.dumps(node['separator'])} {item}){rest})" if most != 1 else f"({item})"
+        return some if least else f"{some}?"
 
 
 def check_node(node: Any) -> Mapping[str, Any]:
@@ -69,10 +131,11 @@ def check_node(node: Any) -> Mapping[str, Any]:
     return node
 
 
-def build_schema(schema: Any, budget: Budget) -> str:
-    """The regular expression of a schema."""
+@contextmanager
+def naming(schema: Any) -> Iterator[None]:
+    """Errors of a schema begin with its title."""
     try:
-        return f"(?:{json_schema.build_regex(schema, budget)})"
+        yield
     except PatternError as error:
         title = schema.get("title") if isinstance(schema, Mapping) else None
         raise type(error)(f"{title}: {error}" if isinstance(title, str) else str(error)) from None
@@ -85,14 +148,6 @@ def check_bounds(least: Any, most: Any) -> None:
         raise PatternError(
             f"a repeat has min and max up to {MAX_REPEAT}, min not above max, got {shorten(least)} and {shorten(most)}"
         )
-
-
-def repeat(item: str, separator: str, least: int, most: int | None) -> str:
-    """An item `least` to `most` times, with a separator in between."""
-    rest_least = max(least - 1, 0)
-    rest_most = "" if most is None else most - 1
-    some = f"{item}(?:{separator}{item}){{{rest_least},{rest_most}}}" if most != 1 else item
-    return f"(?:{some})" if least else f"(?:{some})?"
 
 
 def text_without_start(start: str) -> dict[str, Any]:

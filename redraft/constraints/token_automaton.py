@@ -11,7 +11,7 @@ Shapes: V vocabulary, N tokens with bytes, Q states, K token classes, R pairs of
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from redraft.constraints.compiled_cache import CompiledCache
 from redraft.constraints.dfa import DFA
 from redraft.constraints.errors import BudgetError, PatternError, shorten
 from redraft.constraints.graph import UNREACHABLE, distances_to
+from redraft.constraints.prefix_grammar import GrammarVocabulary
 from redraft.constraints.token_trie import TokenTrie, build_trie
 
 MAX_EDGES = 100_000
@@ -176,7 +177,8 @@ class AutomatonCompiler:
     """
 
     def __init__(self, token_bytes: Sequence[bytes | None], stops: Sequence[int]) -> None:
-        self.compiled: CompiledCache[TokenAutomaton] = CompiledCache(64, MAX_CACHED_BYTES, lambda kept: kept.bytes)
+        self.compiled: CompiledCache[Any] = CompiledCache(64, MAX_CACHED_BYTES, lambda kept: kept.bytes)  # by pattern
+        self.grammar_vocabulary = GrammarVocabulary(token_bytes, stops)
         self.size = len(token_bytes)
         self.stops = tuple(stops)
         stop_set = set(stops)
