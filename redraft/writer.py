@@ -17,8 +17,10 @@ import torch
 from redraft import checkpoint
 from redraft.config import DEFAULT_EDIT_STRENGTH, EngineConfig, SamplerConfig
 from redraft.constraints.constraints import Constraints
-from redraft.constraints.pattern_compiler import LocalCompiler, Pattern, PatternCompiler
+from redraft.constraints.pattern_compiler import Compiled, LocalCompiler, Pattern, PatternCompiler
+from redraft.constraints.prefix_grammar import PrefixGrammar
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
+from redraft.diffusion.generate import step_cost
 from redraft.engine import AdaptedEngine, Engine, Request, Stopped
 from redraft.engine.gpu_limit import GpuLimit, explain_lack_of_memory, limit_gpu
 from redraft.model.backbone import Backbone
@@ -239,9 +241,38 @@ class Writer:
         self, prompts: Sequence[Sequence[int]], options: GenerationOptions
     ) -> tuple[list[SamplerConfig], Constraints | None]:
         """The settings with which each prompt is answered, canvas length included, and the constraints on all answers."""
-        cfg = options.sampler_config(self.sampler)
         constraints = self._constraints(options)
+        cfg = self._fit_pattern(options, options.sampler_config(self.sampler), constraints)
         return [options.fit_canvas(cfg, len(ids), self._context, constraints) for ids in prompts], constraints
+
+    def choose_check(self, options: GenerationOptions) -> str:
+        """The mode in which an answer is written: that of the options, or "exact" where its pattern fits no canvas."""
+        cfg = options.sampler_config(self.sampler)
+        return (
+            self._fit_pattern(options, cfg, self._constraints(options)).check if options.pattern is not None else cfg.check
+        )
+
+    def _fit_pattern(self, options: GenerationOptions, cfg: SamplerConfig, constraints: Constraints | None) -> SamplerConfig:
+        """The settings with a canvas that is short enough for the pattern's sums, else those of exact mode.
+
+        Exact mode writes from left to right. It is not chosen against the caller, nor where the canvas is the caller's.
+        """
+        if constraints is None or constraints.pattern is None or cfg.check == "exact":
+            return cfg
+        if constraints.automaton is not None:
+            lengths = [cfg.canvas_length, *(cfg.canvas_lengths if options.chooses_canvas else ())]
+            automaton, most = constraints.automaton, cfg.max_new_tokens
+            short = sorted(
+                {n for n in lengths if replace(step_cost(self.model, cfg), canvas_length=n).allows(automaton, most)}
+            )
+            if cfg.canvas_length in short:
+                return cfg
+            if short:
+                return cfg.changed(canvas_length=short[-1], canvas_lengths=tuple(short))
+        is_fixed = options.check == "off" or options.draft or options.replay is not None or constraints.pins
+        if is_fixed or constraints.banned:
+            return cfg  # it is refused
+        return replace(options, check="exact").sampler_config(self.sampler)
 
     def encode(self, prompt: Prompt, options: GenerationOptions) -> EncodedPrompt:
         """A prompt for `stream`, as `encode_prompt` encodes it. An answer that obeys a pattern has no reasoning."""
@@ -329,10 +360,13 @@ class Writer:
         """The constraints of the options, with the automaton of their regex, schema or choices."""
         if options.pattern is None:
             return options.constraints
-        (automaton,) = self._compile([options.pattern], options.stop)
-        return replace(options.constraints or Constraints(), automaton=automaton)
+        (compiled,) = self._compile([options.pattern], options.stop)
+        constraints = options.constraints or Constraints()
+        if isinstance(compiled, PrefixGrammar):
+            return replace(constraints, grammar=compiled)
+        return replace(constraints, automaton=compiled)
 
-    def _compile(self, patterns: Sequence[Pattern], stop: threading.Event | None) -> list[TokenAutomaton]:
+    def _compile(self, patterns: Sequence[Pattern], stop: threading.Event | None) -> list[Compiled]:
         try:
             return self.pattern_compiler.compile(patterns, stop)
         except HelperStoppedError:
@@ -360,7 +394,8 @@ class Writer:
         check_choices(choices)
         self.model.require_denoiser("decide")
         ids = self.encode_prompt(prompt, stop=stop)
-        automata = self._compile([Pattern(choices=[choice]) for choice in choices], stop)
+        compiled = self._compile([Pattern(choices=[choice]) for choice in choices], stop)
+        automata = [each for each in compiled if isinstance(each, TokenAutomaton)]  # choices have no other form
         probabilities = decide.decide(self.engine, ids, automata, self.sampler, choose_seed(seed), stop)
         return dict(zip(choices, probabilities, strict=True))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from redraft.constraints.canvas_automaton import CanvasAutomaton
 from redraft.constraints.errors import BudgetError, shorten
+from redraft.constraints.prefix_grammar import PrefixGrammar
 from redraft.constraints.token_automaton import TokenAutomaton
 from redraft.kernels.backend import select_backend
 
@@ -58,20 +59,32 @@ class StepCost:
     canvas_length: int
     multiplications: int | None = None  # of the model for each position; None on a GPU, where MAX_CANVAS_SUMS is enough
 
+    def allows(self, automaton: TokenAutomaton, answer_length: int) -> bool:
+        """Whether the sums over a canvas take little enough time."""
+        return self._sums(automaton, answer_length) <= self._limit(answer_length)
+
     def check(self, automaton: TokenAutomaton, answer_length: int) -> None:
         """Refuses an automaton whose sums over a canvas would take too long."""
-        positions = min(self.canvas_length, answer_length)
-        limit = MAX_CANVAS_SUMS
-        if self.multiplications is not None:
-            relative = int(MAX_SLOWDOWN * self.multiplications / MULTIPLICATIONS_PER_SUM) * positions
-            limit = min(limit, max(relative, MIN_CANVAS_SUMS))
-        sums = positions * automaton.operations
-        if sums > limit:
+        if not self.allows(automaton, answer_length):
             raise BudgetError(
                 f"the pattern {shorten(automaton.pattern)} has {automaton.operations:,} states and transitions, the canvas "
-                f"{positions:,} positions: {sums:,} sums at each step, at most {limit:,} are allowed: "
-                "shorten the canvas or simplify the pattern"
+                f"{self._positions(answer_length):,} positions: {self._sums(automaton, answer_length):,} sums at each step, "
+                f"at most {self._limit(answer_length):,} are allowed: shorten the canvas or simplify the pattern"
             )
+
+    def _positions(self, answer_length: int) -> int:
+        return min(self.canvas_length, answer_length)
+
+    def _sums(self, automaton: TokenAutomaton, answer_length: int) -> int:
+        return self._positions(answer_length) * automaton.operations
+
+    def _limit(self, answer_length: int) -> int:
+        if self.multiplications is None:
+            return MAX_CANVAS_SUMS
+        of_model = int(MAX_SLOWDOWN * self.multiplications / MULTIPLICATIONS_PER_SUM) * min(
+            self.canvas_length, answer_length
+        )
+        return min(MAX_CANVAS_SUMS, max(of_model, MIN_CANVAS_SUMS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +92,7 @@ class Constraints:
     """The constraints of one row.
 
     With an `automaton`, the whole answer matches its pattern: the text up to the stop token, or up to the last position.
+    A `grammar` says the same of an answer that is written from left to right; no canvas can obey it.
     """
 
     pins: Mapping[int, int] = field(default_factory=dict)  # answer position -> token id
@@ -86,6 +100,7 @@ class Constraints:
     allowed_first: tuple[int, ...] = ()  # if given, the answer begins with one of these tokens
     banned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # answer position -> tokens that may not stand there
     automaton: TokenAutomaton | None = None
+    grammar: PrefixGrammar | None = None
 
     def __post_init__(self) -> None:
         if any(position < 0 for position in self.pins):
@@ -135,28 +150,38 @@ class Constraints:
             raise ValueError("every token is forbidden")
         if self.allowed_first and not set(self.allowed_first) - never:
             raise ValueError("every token that the answer may begin with is forbidden")
+        if self.pattern is not None:
+            self._validate_pattern(self.pattern, vocab_size, stops)
+        if self.grammar is not None and self.pins:
+            raise ValueError("a schema that no automaton expresses is written from left to right: give no pins with it")
         if self.automaton is not None:
-            self._validate_automaton(self.automaton, vocab_size, answer_length, stops)
+            self._validate_automaton(self.automaton, answer_length)
             if step is not None:
                 step.check(self.automaton, answer_length)
 
-    def _validate_automaton(
-        self, automaton: TokenAutomaton, vocab_size: int, answer_length: int, stops: Sequence[int]
-    ) -> None:
-        pattern = automaton.pattern
-        if set(automaton.stops) != set(stops):
-            raise ValueError(
-                f"the pattern was made for the stop tokens {list(automaton.stops)}, the answer has {list(stops)}"
-            )
+    @property
+    def pattern(self) -> TokenAutomaton | PrefixGrammar | None:
+        """What the whole answer matches."""
+        return self.automaton if self.automaton is not None else self.grammar
+
+    def is_match(self, ids: Sequence[int]) -> bool:
+        """Whether these tokens are a whole match of the pattern. False without one."""
+        return self.pattern is not None and self.pattern.accepts(ids)
+
+    def _validate_pattern(self, pattern: TokenAutomaton | PrefixGrammar, vocab_size: int, stops: Sequence[int]) -> None:
+        if set(pattern.stops) != set(stops):
+            raise ValueError(f"the pattern was made for the stop tokens {list(pattern.stops)}, the answer has {list(stops)}")
         if pinned_stops := set(stops).intersection(self.pins.values()):
             raise ValueError(
                 f"a pattern decides where the answer ends: the stop token {min(pinned_stops)} cannot be pinned with it"
             )
-        if len(automaton.classes_V) != vocab_size:
-            size = len(automaton.classes_V)
-            raise ValueError(f"the pattern was made for a vocabulary of {size}, the model has {vocab_size}")
+        if pattern.vocab_size != vocab_size:
+            raise ValueError(f"the pattern was made for a vocabulary of {pattern.vocab_size}, the model has {vocab_size}")
         if self.forbidden or self.allowed_first:
             raise ValueError("a pattern decides which tokens may stand where: give no forbidden or first tokens with it")
+
+    def _validate_automaton(self, automaton: TokenAutomaton, answer_length: int) -> None:
+        pattern = automaton.pattern
         shortest = automaton.distance_Q[automaton.start]
         if shortest > answer_length:
             raise ValueError(f"a match of {shorten(pattern)} takes {shortest} tokens, the answer may have {answer_length}")

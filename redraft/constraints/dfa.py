@@ -30,11 +30,6 @@ class DFA:
     start: int
 
     @property
-    def bytes(self) -> int:
-        """The size of the tables."""
-        return self.transitions_Q256.nbytes + self.accepting_Q.nbytes
-
-    @property
     def is_empty(self) -> bool:
         """It accepts nothing. Only for minimized automata."""
         return not self.accepting_Q.any()
@@ -55,6 +50,11 @@ class DFA:
         for byte in text:
             state = int(self.transitions_Q256[state, byte])
         return bool(self.accepting_Q[state])
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tables."""
+        return self.transitions_Q256.nbytes + self.accepting_Q.nbytes
 
 
 def intersect(one: DFA, two: DFA, budget: Budget) -> DFA:

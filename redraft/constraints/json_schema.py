@@ -54,13 +54,15 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 ARRAY_KEYWORDS = (
-    "items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains", "minContains", "maxContains",
+    "items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains", "minContains",
+    "maxContains",
 )  # fmt: skip
 OBJECT_KEYWORDS = (
     "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties",
     "unevaluatedProperties",
 )  # fmt: skip
-NOT_PATTERN, NOT_VALUES = object(), object()  # keywords of schemas that negation makes
+NOT_PATTERN: Any = object()
+NOT_VALUES: Any = object()  # keywords of schemas that negation makes; no JSON has them
 TRUE, FALSE = True, False
 ANCHORS = ("$anchor", "$dynamicAnchor")
 AMBIGUOUS = object()  # a name that several subschemas have
@@ -275,7 +277,7 @@ class SchemaReader:
             raise PatternError(f"{name_path(path)} has the type {shorten(schema['type'])}; known are {known}")
         shapes: list[Shape] = []
         for name in types:
-            shapes += {
+            of_type: dict[str, list[Shape]] = {
                 "null": [CONSTANTS[0]],
                 "boolean": list(CONSTANTS[1:]),
                 "integer": [] if "number" in types else [NumberShape(NumberRange(is_integer=True))],
@@ -283,7 +285,8 @@ class SchemaReader:
                 "string": [FREE_STRING],
                 "array": [ArrayShape()],
                 "object": [ObjectShape()],
-            }[name]
+            }
+            shapes += of_type[name]
         return tuple(dict.fromkeys(shapes))
 
     def _read_number(self, schema: Mapping[str, Any], path: str) -> list[Shape]:
@@ -297,9 +300,9 @@ class SchemaReader:
                     value, excludes = own, True
             bounds |= {name: value, f"excludes_{name}": excludes and value is not None}
         low, high = bounds["low"], bounds["high"]
-        if low is not None and high is not None:
-            if low > high or (low == high and (bounds["excludes_low"] or bounds["excludes_high"])):
-                return []
+        is_point_excluded = low == high and (bounds["excludes_low"] or bounds["excludes_high"])
+        if low is not None and high is not None and (low > high or is_point_excluded):
+            return []
         if "multipleOf" in schema:
             multiple = read_bound(schema["multipleOf"], f"{path}/multipleOf")
             if multiple <= 0:
@@ -333,7 +336,7 @@ class SchemaReader:
         first = schema.get(first_key, [])
         if not isinstance(first, list):
             raise PatternError(f"{path}/{first_key} must be a list of schemas, got {shorten(first)}")
-        contains = ()
+        contains: tuple[tuple[Node, int, int | None], ...] = ()
         if "contains" in schema:
             low, high = _read_bounds(schema, "minContains", "maxContains", path)
             low = low if "minContains" in schema else 1
@@ -375,8 +378,8 @@ class SchemaReader:
                 matched = (*matched, *((pattern, Node()) for pattern in others if pattern not in patterns))
         is_open = additional is True or additional == {}
         side = Side(values, matched, self.node(additional, f"{path}/additionalProperties"), is_open)
-        names = (self.node(schema["propertyNames"], f"{path}/propertyNames"),) if "propertyNames" in schema else ()
-        return ObjectShape((side,), tuple(dict.fromkeys(required)), least, most, names)
+        of_names = (self.node(schema["propertyNames"], f"{path}/propertyNames"),) if "propertyNames" in schema else ()
+        return ObjectShape((side,), tuple(dict.fromkeys(required)), least, most, of_names)
 
     def _find_evaluated(self, schema: Any, path: str, seen: set[int]) -> tuple[list[str], list[str]]:
         """The properties that `unevaluatedProperties` beside this schema leaves alone: names and patterns; "*" is all."""

@@ -15,7 +15,7 @@ from redraft.constraints.constraints import NEVER, Constraints
 
 
 class NextToken:
-    """The constraints of one answer, position by position. It holds no state of the answer."""
+    """The constraints of one answer, position by position. The caller holds the state of the pattern."""
 
     def __init__(self, constraints: Constraints, answer_length: int, stops: Sequence[int], vocab_size: int) -> None:
         self.constraints = constraints
@@ -23,16 +23,19 @@ class NextToken:
         self.stops = [stop for stop in stops if stop < vocab_size]
         self.vocab_size = vocab_size
         self.last_pin = max(constraints.pins, default=-1)
+        self._cursor = constraints.grammar.new_cursor() if constraints.grammar is not None else None
         self._live: list[np.ndarray] | None = None  # by answer position: the states from which the rest can match
 
     @property
     def is_empty(self) -> bool:
         """Whether every token is always allowed."""
         c = self.constraints
-        return not (c.pins or c.forbidden or c.allowed_first or c.banned or c.automaton is not None)
+        return not (c.pins or c.forbidden or c.allowed_first or c.banned or c.pattern is not None)
 
     def advance(self, state: int, token: int) -> int | None:
-        """The automaton's state after a token; None if the token does not fit. 0 without an automaton."""
+        """The pattern's state after a token; None if the token does not fit. 0 without a pattern."""
+        if self._cursor is not None:
+            return self._cursor.advance(state, token)
         automaton = self.constraints.automaton
         if automaton is None:
             return 0
@@ -72,6 +75,8 @@ class NextToken:
         allowed_V = torch.ones(self.vocab_size, dtype=torch.bool)
         if c.automaton is not None:
             allowed_V = torch.from_numpy(self._automaton_allows(position, state))
+        elif self._cursor is not None:
+            allowed_V = torch.from_numpy(self._cursor.allowed(state))
         if c.allowed_first and position == 0:
             first_V = torch.zeros_like(allowed_V)
             first_V[list(c.allowed_first)] = True
@@ -86,17 +91,15 @@ class NextToken:
         """The tokens after which the pattern can still be matched within the answer, bool_V."""
         automaton = self.constraints.automaton
         assert automaton is not None
-        first, last = np.searchsorted(automaton.from_R, (state, state + 1))  # pairs are sorted by their first state
+        first, last = automaton.pairs_of_state[state : state + 2].tolist()
         targets = automaton.to_R[first:last]
         if self.constraints.pins:
             usable = self._live_states()[position + 1][targets]
         else:
             usable = automaton.distance_Q[targets] <= self.answer_length - position - 1
-        pairs = first + np.flatnonzero(usable)
+        begin, end = np.searchsorted(automaton.pair_E, (first, last))
         allowed_K = np.zeros(len(automaton.sizes_K), dtype=bool)
-        bounds = np.append(automaton.edge_starts_R, len(automaton.pair_E))
-        for pair in pairs:
-            allowed_K[automaton.class_E[bounds[pair] : bounds[pair + 1]]] = True
+        allowed_K[automaton.class_E[begin:end][usable[automaton.pair_E[begin:end] - first]]] = True
         return allowed_K[automaton.classes_V]
 
     def _live_states(self) -> list[np.ndarray]:

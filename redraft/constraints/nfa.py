@@ -29,7 +29,7 @@ CLOSURES = "the pattern's optional parts"
 
 
 class NFA:
-    """`byte_edges[state]` holds (first byte, last byte, next state); `epsilon_edges[state]` next states that need no byte."""
+    """`byte_edges[state]` holds (first byte, last byte, next state), `epsilon_edges[state]` next states without a byte."""
 
     def __init__(self, pattern: str, budget: Budget) -> None:
         self.pattern = pattern  # for error messages

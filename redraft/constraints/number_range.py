@@ -1,6 +1,6 @@
 """JSON numbers within bounds, and multiples of a number, as DFAs over their decimal notation.
 
-Without a bound a number may have any number of digits and an exponent. With one it has no exponent.
+Without a bound a number has at most 15 digits before the point and 15 behind it, and may have an exponent.
 """
 
 import functools
@@ -16,9 +16,10 @@ from redraft.constraints.dfa import DFA, intersect, minimize
 from redraft.constraints.errors import PatternError, shorten
 from redraft.constraints.regex_dfa import compile_dfa
 
-INTEGER = "-?(?:0|[1-9][0-9]*)"
-NUMBER = rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?(?:[0-9]{{1,2}}|[12][0-9]{{2}}))?"
-DECIMAL = rf"{INTEGER}(?:\.[0-9]+)?"
+INTEGER = "-?(?:0|[1-9][0-9]{0,14})"  # a bound of its own: a small model would write digits to the end
+NUMBER = rf"{INTEGER}(?:\.[0-9]{{1,15}})?(?:[eE][+-]?(?:[0-9]{{1,2}}|[12][0-9]{{2}}))?"
+WHOLE = "-?(?:0|[1-9][0-9]*)"
+DECIMAL = rf"{WHOLE}(?:\.[0-9]+)?"
 MAX_BOUND_DIGITS = 40
 MAX_RESIDUES = 2_000  # states of the automaton of multiples
 RESIDUE_WORK = 100  # units of the budget for each of them
@@ -89,7 +90,7 @@ class NumberRange:
 
     def _build_regexes(self) -> Iterator[str]:
         """Regular expressions of decimal numbers; the numbers match all of them."""
-        yield INTEGER if self.is_integer else DECIMAL
+        yield WHOLE if self.is_integer else DECIMAL
         above_zero = _from(Decimal(0), excludes=True, is_integer=self.is_integer)
         if self.low is not None and self.low >= 0:
             yield _from(self.low, excludes=self.excludes_low, is_integer=self.is_integer)

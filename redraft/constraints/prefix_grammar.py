@@ -91,7 +91,9 @@ class _GrammarWriter:
             schema["exclusiveMinimum" if numbers.excludes_low else "minimum"] = _to_number(numbers.low)
         if numbers.high is not None:
             schema["exclusiveMaximum" if numbers.excludes_high else "maximum"] = _to_number(numbers.high)
-        return {**schema, **{"multipleOf": _to_number(multiple) for multiple in numbers.multiples}}
+        if numbers.multiples:
+            schema["multipleOf"] = _to_number(numbers.multiples[0])
+        return schema
 
     def _write_string(self, shape: StringShape, where: str) -> dict[str, Any]:
         if shape.excluded or shape.excluded_patterns:
@@ -225,12 +227,12 @@ class PrefixGrammar:
         self.matcher()  # refuses what llguidance does not know
 
     @property
-    def bytes(self) -> int:
-        """About what it takes in memory."""
-        return 4 * len(self.text)
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+        return len(self.vocabulary.token_bytes)
 
     def matcher(self) -> Any:
-        """A new matcher at the start."""
+        """A new matcher of llguidance, at the start."""
         import llguidance
 
         make = llguidance.LLMatcher.grammar_from_lark if self.lark else llguidance.LLMatcher.grammar_from_json_schema
@@ -255,6 +257,11 @@ class PrefixGrammar:
         for token in ids:
             state = cursor.advance(state, token) if state is not None else None
         return state is not None and cursor.is_final(state)
+
+    @property
+    def bytes(self) -> int:
+        """About what it takes in memory."""
+        return 4 * len(self.text)
 
 
 class GrammarCursor:

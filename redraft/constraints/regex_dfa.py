@@ -233,5 +233,5 @@ class RegexBuilder:
         ends = anchor in (op.AT_END, op.AT_END_STRING)
         if not (starts and is_first) and not (ends and is_last):
             raise PatternError(
-                f"the pattern {shorten(self.nfa.pattern)} has an anchor inside (^, $ or \\b), which is not supported: remove it"
+                f"the pattern {shorten(self.nfa.pattern)} has an anchor inside (^, $, \\b), which is not supported"
             )

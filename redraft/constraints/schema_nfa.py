@@ -160,7 +160,7 @@ class SchemaBuilder:
         count = 0
         while True:
             if count >= shape.least:
-                nfa.link(nfa.add_text(behind, b"]") if count else nfa.add_text(behind, b"]"), end)
+                nfa.link(nfa.add_text(behind, b"]"), end)
             if count == shape.most:
                 return end
             if count >= max(len(shape.first), shape.least - 1) and shape.most is None:  # the same from here on
@@ -214,7 +214,7 @@ class SchemaBuilder:
         nfa = self.nfa
         end = nfa.add_state()
         most = len(values) if shape.most is None else min(shape.most, len(values))
-        states = {frozenset(): nfa.add_text(start, b"[")}
+        states: dict[frozenset[int], int] = {frozenset(): nfa.add_text(start, b"[")}
         for count in range(most + 1):
             for chosen in map(frozenset, itertools.combinations(range(len(values)), count)):
                 state = states[chosen]
@@ -267,17 +267,17 @@ class SchemaBuilder:
             states = following
         if free:
             loops = [nfa.add_state() for _ in states]
-            for count, state in enumerate(states):
-                if state is not None:
-                    nfa.link(state, loops[count])
+            for loop, before in zip(loops, states, strict=True):
+                if before is not None:
+                    nfa.link(before, loop)
             for after, begin in self._entries(list(loops), top, is_limit=most is not None).items():
                 for names, value in free:
                     last = nfa.add_text(self._add_string(begin, names), b": ")
                     nfa.link(self.add(last, value, depth), loops[after])
             states = list(loops)
-        for count, state in enumerate(states):
-            if state is not None and count >= least:
-                nfa.link(nfa.add_text(state, b"}"), end)
+        for count, last_state in enumerate(states):
+            if last_state is not None and count >= least:
+                nfa.link(nfa.add_text(last_state, b"}"), end)
         return end
 
     def _entries(self, states: list[int | None], top: int, *, is_limit: bool) -> dict[int, int]:
@@ -328,12 +328,12 @@ class SchemaBuilder:
                         value &= part
                 if not reader.shapes(value):
                     continue
-                names = allowed
+                matched = allowed
                 for pattern in patterns:
                     combine = intersect if pattern in matching else subtract
-                    names = combine(names, compile_string_dfa(pattern, budget), budget)
-                if not names.is_empty:
-                    free.append((names, value if value.parts else ANY))
+                    matched = combine(matched, compile_string_dfa(pattern, budget), budget)
+                if not matched.is_empty:
+                    free.append((matched, value if value.parts else ANY))
         return free
 
 

@@ -71,11 +71,14 @@ class Literal:
         return json.loads(self.text)
 
 
+ALL_NUMBERS = NumberRange()
+
+
 @dataclass(frozen=True)
 class NumberShape:
     """Numbers. A boolean is none."""
 
-    range: NumberRange = NumberRange()
+    range: NumberRange = ALL_NUMBERS
     excluded: frozenset[str] = frozenset()  # texts of numbers that it does not allow
 
 

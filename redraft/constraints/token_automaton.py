@@ -55,6 +55,11 @@ class TokenAutomaton:
         return {"start": np.array(self.start), **{name: getattr(self, name) for name in ARRAYS}}
 
     @property
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+        return len(self.classes_V)
+
+    @property
     def states(self) -> int:
         """The number of states."""
         return len(self.final_Q)
@@ -84,6 +89,11 @@ class TokenAutomaton:
     def sizes_K(self) -> np.ndarray:
         """The number of tokens in each class."""
         return np.diff(np.append(self.tokens_by_class[1], len(self.classes_V)))
+
+    @cached_property
+    def pairs_of_state(self) -> np.ndarray:
+        """Where the pairs of each state begin, with the end of the last ones: pairs are sorted by their first state."""
+        return np.searchsorted(self.from_R, np.arange(self.states + 1))
 
     @cached_property
     def edge_starts_R(self) -> np.ndarray:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from redraft.config import SamplerConfig
 from redraft.constraints.constraints import CanvasConstraints, Constraints, StepCost, build_canvas_constraints
+from redraft.constraints.errors import PatternError, shorten
 from redraft.diffusion import rng, sampler
 from redraft.diffusion.events import Committed, Draft, Event, Finished, Stats
 from redraft.model.backbone import Backbone
@@ -221,8 +222,11 @@ def check_inputs(
             f"the prompt has {longest} tokens and the answer may take {answer} (canvases of {cfg.canvas_length}); "
             f"the model's context is {config.max_position_embeddings}: shorten the prompt, max_tokens or the canvas"
         )
-    step = step_cost(model, cfg)
+    step = step_cost(model, cfg) if cfg.check != "exact" else None  # which makes no sums over a canvas
     for row_constraints in constraints:
+        if cfg.check == "off" and row_constraints.grammar is not None:
+            pattern = shorten(row_constraints.grammar.pattern)
+            raise PatternError(f"the pattern {pattern} is written from left to right only: choose check 'exact'")
         row_constraints.validate(config.vocab_size, cfg.max_new_tokens, cfg.eos_token_ids, step)
     if first_canvas_BC is not None:
         shape = tuple(first_canvas_BC.shape)
@@ -240,7 +244,7 @@ def check_steering(
 
     From left to right a pattern may lead to a position where all that fits is banned.
     """
-    if cfg.check != "off" and constraints.automaton is not None and constraints.banned:
+    if cfg.check != "off" and constraints.pattern is not None and constraints.banned:
         raise ValueError(f"bans together with a pattern need check 'off', got {cfg.check!r}")
     if cfg.check != "off" and is_steered:
         raise ValueError(f"a steered or resumed canvas needs check 'off', got {cfg.check!r}")
@@ -343,9 +347,8 @@ class StatsCounter:
         stats = []
         for row, counts in enumerate(self.rows):
             stopped = bool(ended_B[row]) and counts["new_tokens"] <= max_new_tokens
-            automaton = self.constraints[row].automaton
-            if not stopped and automaton is not None:
-                stopped = automaton.accepts(ids_BT[row, : self.cfg.max_new_tokens].tolist())
+            if not stopped and self.constraints[row].pattern is not None:
+                stopped = self.constraints[row].is_match(ids_BT[row, : self.cfg.max_new_tokens].tolist())
             reasons.append("stop" if stopped else "length")
             counts["new_tokens"] = min(counts["new_tokens"], max_new_tokens)
             row_stats = Stats(

@@ -4,8 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from redraft.constraints.compiled_cache import CompiledCache
-from redraft.constraints.pattern_compiler import CompilerProcess, Pattern, pack_patterns
-from redraft.constraints.token_automaton import TokenAutomaton
+from redraft.constraints.pattern_compiler import Compiled, CompilerProcess, Pattern, pack_patterns
 from redraft.tokenizer.helper_pool import HelperPool
 
 MAX_CACHED_BYTES = 64 * 2**20
@@ -16,12 +15,12 @@ class CompilerPool(HelperPool[CompilerProcess]):
 
     def __init__(self, make_process: Callable[[], CompilerProcess], size: int = 2) -> None:
         super().__init__(make_process, size)
-        self.compiled: CompiledCache[list[TokenAutomaton]] = CompiledCache(
+        self.compiled: CompiledCache[list[Compiled]] = CompiledCache(
             256, MAX_CACHED_BYTES, lambda automata: sum(automaton.bytes for automaton in automata)
         )
 
-    def compile(self, patterns: Sequence[Pattern], stop: threading.Event | None = None) -> list[TokenAutomaton]:
-        """The automata of a request's patterns. Raises HelperStoppedError once `stop` is set."""
+    def compile(self, patterns: Sequence[Pattern], stop: threading.Event | None = None) -> list[Compiled]:
+        """The automata or grammars of a request's patterns. Raises HelperStoppedError once `stop` is set."""
         key = pack_patterns(patterns)
         cached = self.compiled.get(key)
         if cached is not None:

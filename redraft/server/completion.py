@@ -37,6 +37,7 @@ from redraft.tokenizer.tool_text import CallForm, write_tools
 from redraft.writer import Writer, is_text_prompt, new_seed
 
 MAX_ARGUMENT_VALUES = 10_000  # of the JSON in a tool call's arguments
+LEFT_TO_RIGHT = "the pattern fits no canvas of this model, so the answer was written from left to right (check 'exact')"
 JSON_OBJECT_SCHEMA = {"type": "object"}  # any object, with lists and objects inside
 
 
@@ -64,6 +65,7 @@ class CompletionParams:
     best_of: int = 1  # the completion is one of so many, of which the likeliest are returned
     include_frames: bool = False
     logprobs: int | None = None  # how many likely tokens come with each token; None: no logprobs
+    notes: tuple[str, ...] = ()  # sentences about how it is written, for the answer
 
     @property
     def compiles(self) -> bool:
@@ -94,7 +96,7 @@ class Finish:
     stats: Stats
     stop_string: str | None = None  # the client's own stop string that ended it
     mean_logprob: float | None = None  # of its tokens, under the causal half; only for completions that are compared
-    notes: tuple[str, ...] = ()  # sentences about the images of the prompt
+    notes: tuple[str, ...] = ()  # sentences about the images of the prompt, and about how the answer was written
 
 
 Chunk = Started | Frame | TextDelta | Finish
@@ -166,8 +168,7 @@ def stream_completion(
     seed = params.seed if params.seed is not None else new_seed()
     choice = params.tools
     with checking_request():
-        params = adapt_to_model(writer, params)
-        options = generation_options(params, seed, stop)
+        params, options = plan_completion(writer, params, seed, stop)
         prompt = images.encode(writer, params.prompt, options)
         try:
             if params.best_of > 1:
@@ -220,7 +221,7 @@ def stream_completion(
             mean_logprob = mean_logprob_of(writer, params, prompt, stats, ids, stop)
             stop.set()
             writer.engine.notify()
-            yield Finish("stop", stats, stop_filter.found, mean_logprob, prompt.notes)
+            yield Finish("stop", stats, stop_filter.found, mean_logprob, (*params.notes, *prompt.notes))
             return
     if finished is None:
         raise Stopped
@@ -230,7 +231,23 @@ def stream_completion(
     ids = finished.ids_BT[0, : stats.new_tokens].tolist()
     mean_logprob = mean_logprob_of(writer, params, prompt, stats, ids, stop)
     reason = "tool_calls" if calls.calls and not calls.is_open else finished.reasons[0]
-    yield Finish(reason, stats, mean_logprob=mean_logprob, notes=prompt.notes)
+    yield Finish(reason, stats, mean_logprob=mean_logprob, notes=(*params.notes, *prompt.notes))
+
+
+def plan_completion(
+    writer: Writer, params: CompletionParams, seed: int, stop: threading.Event
+) -> tuple[CompletionParams, GenerationOptions]:
+    """The completion as this model writes it. A pattern that fits no canvas is written from left to right."""
+    given = params.check
+    params = adapt_to_model(writer, params)
+    options = generation_options(params, seed, stop)
+    if options.pattern is None or given is not None:
+        return params, options
+    check = writer.choose_check(replace(options, check=None))
+    if check == params.check:
+        return params, options
+    params = replace(params, check=check, notes=(*params.notes, LEFT_TO_RIGHT))
+    return params, generation_options(params, seed, stop)
 
 
 def watch_for_stop(writer: Writer, params: CompletionParams, prompt: EncodedPrompt) -> SettledStop | None:

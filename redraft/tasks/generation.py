@@ -105,6 +105,11 @@ class GenerationOptions:
             return base.with_temperature(self.temperature).changed(**settings)
         return base.changed(**{"temperature": self.temperature, **settings})
 
+    @property
+    def chooses_canvas(self) -> bool:
+        """The length of canvases may be chosen: the caller has given none, and no draft."""
+        return self.sampler.get("canvas_length") in (None, AUTO) and not self.draft
+
     def fit_canvas(
         self, cfg: SamplerConfig, prompt_tokens: int, context: int, constraints: Constraints | None
     ) -> SamplerConfig:
@@ -113,7 +118,7 @@ class GenerationOptions:
         Only lengths at which the model was trained are chosen, or those of "auto" if the caller gave that. A draft keeps the
         checkpoint's length: what it has behind the answer is context.
         """
-        if self.sampler.get("canvas_length") not in (None, AUTO) or not cfg.canvas_lengths or self.draft:
+        if not self.chooses_canvas or not cfg.canvas_lengths:
             return cfg
         tokens = cfg.max_new_tokens
         if self.replay is not None and self.replay.canvases:

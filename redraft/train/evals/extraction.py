@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from redraft.config import SamplerConfig, parse_json
-from redraft.constraints import json_schema
+from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints
-from redraft.constraints.token_automaton import AutomatonCompiler
+from redraft.constraints.pattern_compiler import Pattern, compile_one
+from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
 from redraft.engine import Engine
 from redraft.model.backbone import Backbone
 from redraft.tokenizer.tokenizer import Tokenizer
@@ -99,14 +100,17 @@ def score(
     engine = Engine(model)
     scores: dict[str, dict[str, Any]] = {}
     start_time = time.perf_counter()
-    patterns = [compiler.compile(json_schema.build_regex(record.schema)) for record in records]
+    patterns = [compile_one(compiler, Pattern(schema=record.schema), Budget()) for record in records]
+    automata = [pattern for pattern in patterns if isinstance(pattern, TokenAutomaton)]
+    if len(automata) < len(records):
+        raise ValueError("a schema of the records fits no canvas: leave out those that refer to themselves")
     compile_seconds = time.perf_counter() - start_time
     for mode in ("schema", "free"):
         answers = []
         seconds = 0.0
         steps = 0
-        for number, (record, pattern) in enumerate(zip(records, patterns, strict=True)):
-            constraints = Constraints(automaton=pattern if mode == "schema" else None)
+        for number, (record, pattern) in enumerate(zip(records, automata, strict=True)):
+            constraints = Constraints(automaton=pattern) if mode == "schema" else Constraints()
             request = engine.add(tokenizer.encode_prompt(record.prompt), sampler, seed=number, constraints=constraints)
             start_time = time.perf_counter()
             finished = engine.run([request])[request]
