@@ -13,7 +13,7 @@ import numpy as np
 from redraft.constraints.budget import Budget
 from redraft.constraints.graph import expand_segments
 
-CHUNK = 2**18  # DFA states times nodes that are walked at once: bounds the memory
+CHUNK = 2**18  # nodes that are walked at once: bounds the memory
 NODES_PER_UNIT = 10  # nodes that are removed, per unit of the budget
 MERGE_WORK = 3  # units of the budget for each node that is kept
 VOCABULARY = "running the vocabulary through the pattern"
@@ -107,22 +107,30 @@ class PartialTrie:
         Each byte that a state reads is one unit of the budget.
         """
         states = np.arange(1, len(transitions_Q256), dtype=np.int32)
-        for chunk in np.array_split(states, 1 + len(states) * len(self.nodes_P) // CHUNK):
-            source = chunk
-            state = chunk
-            node = np.zeros(len(chunk), dtype=np.int32)
-            while len(node):
-                begins = self.begins_M[node]
-                ends = self.ends_M[node]
-                budget.spend(int((ends - begins).sum()), VOCABULARY)
-                parents = np.repeat(np.arange(len(node)), ends - begins)
-                child = expand_segments(begins, ends)
-                state = transitions_Q256[state[parents], self.bytes_P[child]]
-                alive = np.flatnonzero(state)
-                state = state[alive]
-                source = source[parents[alive]]
-                node = self.nodes_P[child[alive]]
-                yield source, state, node
+        waiting = [(states, states, np.zeros(len(states), dtype=np.int32))]
+        while waiting:
+            source, state, node = waiting.pop()
+            begins = self.begins_M[node]
+            ends = self.ends_M[node]
+            reached = np.cumsum(ends - begins)
+            total = int(reached[-1]) if len(reached) else 0
+            if total > CHUNK and len(node) > 1:  # some of them at a time
+                cuts = np.unique(np.clip(np.searchsorted(reached, np.arange(CHUNK, total, CHUNK)), 1, len(node) - 1))
+                pieces = (np.split(array, cuts) for array in (source, state, node))
+                waiting += [piece for piece in zip(*pieces, strict=True) if len(piece[0])]
+                continue
+            budget.spend(total, VOCABULARY)
+            parents = np.repeat(np.arange(len(node)), ends - begins)
+            child = expand_segments(begins, ends)
+            target = transitions_Q256[state[parents], self.bytes_P[child]]
+            alive = np.flatnonzero(target)
+            if not len(alive):
+                continue
+            state = target[alive]
+            source = source[parents[alive]]
+            node = self.nodes_P[child[alive]]
+            yield source, state, node
+            waiting.append((source, state, node))
 
 
 def build_trie(texts: Sequence[bytes]) -> tuple[TokenTrie, np.ndarray]:
