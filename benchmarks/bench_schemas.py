@@ -171,7 +171,7 @@ def count_row(lines: Sequence[Line], obedience: str) -> dict[str, Any]:
         "mislabelled": sum(line.mislabelled for line in lines) if obedience == "listed" else 0,
         "undecided": sum(each.undecided for each in found),
         "median_ms": round(statistics.median(times), 1) if times else 0.0,
-        "p95_ms": round(times[int(0.95 * (len(times) - 1))], 1) if times else 0.0,
+        "p95_ms": round(times[int(0.95 * len(times))], 1) if times else 0.0,
     }
 
 

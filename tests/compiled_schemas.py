@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,34 +25,38 @@ class CompiledSchema:
     kind: str  # one of KINDS
     dfa: DFA
 
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """The next state for each state and byte."""
+        return self.dfa.transitions_Q256.tolist()
+
     def accepts(self, text: str) -> bool:
         """Whether the text is an answer that redraft could give."""
         state = self.dfa.start
         for byte in text.encode():
-            state = self.dfa.transitions_Q256[state, byte]
+            state = self.rows[state][byte]
         return bool(self.dfa.accepting_Q[state])
 
     def random_answers(self, rng: random.Random, count: int, longest: int = 600) -> list[str]:
         """Texts that redraft could give: random walks that turn to the nearest end when they become long."""
         from_T, byte_T = np.nonzero(self.dfa.transitions_Q256)
         to_T = self.dfa.transitions_Q256[from_T, byte_T]
-        distance_Q = distances_to(self.dfa.accepting_Q, from_T, to_T)
+        distances = distances_to(self.dfa.accepting_Q, from_T, to_T).tolist()
         texts = []
-        for _ in range(count if distance_Q[self.dfa.start] < longest else 0):
+        for _ in range(count if distances[self.dfa.start] < longest else 0):
             turn = rng.randrange(longest // 4)
             state = self.dfa.start
             text = bytearray()
             while not (self.dfa.accepting_Q[state] and (len(text) >= turn or rng.random() < 0.1)):
-                # All next states are equally likely, however many bytes lead to each.
-                targets = np.unique(self.dfa.transitions_Q256[state])
-                targets = targets[targets > 0]
-                if not len(targets):
+                row = self.rows[state]
+                targets = sorted({*row} - {0})  # all equally likely, however many bytes lead to each
+                if not targets:
                     break
                 if len(text) >= turn:
-                    targets = targets[distance_Q[targets] == distance_Q[targets].min()]
-                target = int(rng.choice(targets))
-                text.append(int(rng.choice(np.flatnonzero(self.dfa.transitions_Q256[state] == target))))
-                state = target
+                    nearest = min(distances[target] for target in targets)
+                    targets = [target for target in targets if distances[target] == nearest]
+                state = rng.choice(targets)
+                text.append(rng.choice([byte for byte in range(256) if row[byte] == state]))
             texts.append(text.decode())
         return texts
 

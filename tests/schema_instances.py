@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import jsonschema
@@ -50,10 +51,7 @@ class Judge:
             (kept for key, kept in DRAFTS.items() if re.sub("^https?", "http", key) == name), jsonschema.Draft202012Validator
         )
         self.is_schema = _is_valid_schema(draft, schema)
-        self.readings = [
-            jsonschema.validators.extend(draft, _exact_keywords(flags))(schema, registry=referencing.Registry())
-            for flags in (0, re.ASCII)
-        ]
+        self.readings = [_extend_draft(draft, flags)(schema, registry=referencing.Registry()) for flags in (0, re.ASCII)]
 
     def is_valid(self, value: Any) -> bool | None:
         """Whether the value is valid; None where this is not decided."""
@@ -81,6 +79,11 @@ def _is_valid_schema(draft: Any, schema: Schema) -> bool:
     except (SchemaError, RecursionError, re.error):
         return False
     return True
+
+
+@lru_cache
+def _extend_draft(draft: Any, flags: int) -> Any:
+    return jsonschema.validators.extend(draft, _exact_keywords(flags))
 
 
 def _exact_keywords(flags: int) -> dict[str, Any]:
