@@ -16,7 +16,8 @@ given.
 answers of redraft; jsonschema judges them (tests/schema_instances.py). Each schema may take `--seconds` of processor time.
 `--answers` lets a model answer up to `--count` schemas of each kind, picked evenly, and validates what it answers.
 
-The exit status is 1 if redraft accepts an instance that jsonschema finds invalid, or a model's answer is not valid.
+The exit status is 1 if redraft accepts an instance that jsonschema finds invalid, if it raises anything but PatternError, or
+if a model's answer is not valid.
 """
 
 import argparse
@@ -48,7 +49,8 @@ from redraft.constraints.errors import PatternError
 from redraft.constraints.token_automaton import AutomatonCompiler
 
 REFUSED = "refused"
-MADE_VALID = 10  # values that hypothesis makes for a schema: the rest are mutations
+FAULT = "internal fault"
+MADE_VALID = 10  # values that are made valid: the others are mutations
 SHOWN = 160  # characters of an instance
 REASONS = 20
 GROUPS: dict[str, Callable[[str], bool]] = {
@@ -122,7 +124,7 @@ def check_line(record: dict[str, Any], made: int, seconds: float) -> Line:
     except OutOfTimeError:
         line.reason = f"compiling takes more than {seconds:g} s"
     except Exception as error:  # an internal fault: shown among the reasons, and the run goes on
-        line.reason = f"FAULT: {type(error).__name__}: {error}"
+        line.reason = f"{FAULT}: {type(error).__name__}: {error}"
     else:
         line.kind = compiled.kind
     line.compile_ms = 1e3 * (time.process_time() - began)
@@ -215,16 +217,18 @@ def print_counts(title: str, counts: Counter[str], most: int | None = None) -> N
 
 
 def print_failures(lines: Sequence[Line]) -> int:
-    """Every schema with an invalid instance that redraft accepts, with the first of them. Returns how many there are."""
+    """Prints internal faults and the schemas that redraft does not obey. Returns the number of failures."""
     failures = 0
     for line in lines:
+        if line.reason.startswith(FAULT):
+            print(f"FAULT {line.source} {line.name}: {line.reason}")
         counted = len(line.listed.disobeyed) - line.mislabelled
         for origin, texts in (("listed", line.listed.disobeyed), ("made", line.made.disobeyed)):
             if texts:
                 label = " (jsonschema does not find all of them invalid)" if origin == "listed" and line.mislabelled else ""
                 shown = texts[0] if len(texts[0]) <= SHOWN else f"{texts[0][: SHOWN - 3]}..."
                 print(f"INVALID BUT ACCEPTED {line.source} {line.name}, {len(texts)} {origin}{label}: {shown}")
-        failures += counted + len(line.made.disobeyed)
+        failures += counted + len(line.made.disobeyed) + line.reason.startswith(FAULT)
     return failures
 
 
@@ -245,8 +249,8 @@ def check_schemas(options: argparse.Namespace) -> int:
     vocabulary: Sequence[bytes | None] = ()
     stops: Sequence[int] = ()
     if options.vocabulary:
-        _, tokenizer, sampler = checkpoint.load_checkpoint(options.vocabulary, device="cpu")
-        vocabulary, stops = tokenizer.token_bytes, sampler.eos_token_ids
+        opened = checkpoint.open_checkpoint(checkpoint.find(options.vocabulary))  # without its weights
+        vocabulary, stops = opened.tokenizer.token_bytes, opened.sampler.eos_token_ids
     check = partial(check_line, made=options.made, seconds=options.seconds)
     with ProcessPoolExecutor(options.workers, initializer=set_up_worker, initargs=(vocabulary, stops)) as pool:
         lines = list(pool.map(check, records))
