@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import islice, pairwise
 from typing import Any
 
 import jsonschema
@@ -316,12 +317,15 @@ def mutate(value: Any, named: Sequence[Any], rng: random.Random) -> Any:
 
 def _mutate_object(value: dict, others: Sequence[Any], rng: random.Random) -> dict:
     copy = dict(value)
-    action = rng.randrange(3) if value else 1
+    action = rng.randrange(4) if value else 1
     if action == 0:  # drop a key
         del copy[rng.choice(list(copy))]
     elif action == 1:  # add an unknown key, or one that the schema names
         names = [name for name in others if isinstance(name, str)]
         copy[rng.choice(["unknown", "x-unknown", *names])] = rng.choice(others)
+    elif action == 2:  # add a key with a value that another one has
+        key = rng.choice(list(copy))
+        copy[f"{key}s"] = copy[key]
     else:  # rename a key
         key = rng.choice(list(copy))
         copy = {(f"{name}s" if name == key else name): item for name, item in copy.items()}
@@ -357,12 +361,24 @@ def _mutate_string(value: str, rng: random.Random) -> str:
     )
 
 
+def list_key_mutations(values: Sequence[Any]) -> Iterator[Any]:
+    """Objects without one of their keys, with one more, and with the keys of the next object."""
+    objects = [value for value in values if isinstance(value, dict) and value]
+    for value in objects:
+        yield from ({name: item for name, item in value.items() if name != key} for key in value)
+        yield {**value, f"{next(iter(value))}s": next(iter(value.values()))}
+    yield from ({**one, **other} for one, other in pairwise(objects))
+
+
 def mutate_many(schema: Schema, values: Sequence[Any], count: int, rng: random.Random) -> list[Any]:
-    """Up to `count` different mutations of the values, some of them mutated twice."""
+    """At least `count` different mutations of the values if there are so many, some of them mutated twice."""
     named = list_named_values(schema)
     seen: dict[str, Any] = {}
     for value in [*OTHER_VALUES, *named][: max(2, count // 2)]:
         seen.setdefault(to_text(value), value)
+    for value in islice(list_key_mutations(values), count):
+        seen.setdefault(to_text(value), value)
+    count += len(seen) // 2
     for _ in range(20 * count):
         if len(seen) >= count:
             break

@@ -7,7 +7,7 @@ with one sentence; only those with `may_be_refused` may be. jsonschema confirms 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ NOT_YET: set[str] = {
     "any JSON by recursion", "bare array", "array of at least two", "array of at most one", "items true",
     "items false", "prefixItems", "prefixItems and items", "prefixItems alone", "prefixItems with maxItems",
     "items as a list, draft 7", "additionalItems as a schema, draft 7", "uniqueItems of at most one",
-    "uniqueItems false", "other properties allowed", "other properties of a schema", "bare object",
+    "uniqueItems false", "other properties of a schema", "bare object",
     "required without properties", "required beside other properties", "property true", "property false",
     "property of any value", "patternProperties", "patternProperties beside properties",
     "patternProperties that matches a property", "patternProperties with others", "propertyNames by length",
@@ -163,7 +163,7 @@ def drop_keyword(schema: Any, keyword: str) -> Any:
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
 def test_a_keyword_that_is_ignored_is_noticed(monkeypatch, keyword):
-    """A compiler that ignores a keyword compiles what is left of a schema without it."""
+    """A compiler that ignores a keyword compiles what is left of a schema without it. Made instances alone show it."""
     compile_schema = compiled_schemas.compile_schema
     compiled = []
 
@@ -177,7 +177,7 @@ def test_a_keyword_that_is_ignored_is_noticed(monkeypatch, keyword):
         left = drop_keyword(case.schema, keyword)
         if left == case.schema or case.name in DISOBEYED or not any(Judge(left).is_valid(value) for value in case.invalid):
             continue
-        if find_fault(case).startswith(DISOBEYS):
+        if find_fault(replace(case, invalid=[])).startswith(DISOBEYS):
             noticed.append(case.name)
     if keyword in UNNOTICED:
         assert not noticed, "it is noticed now: take it off the list"
