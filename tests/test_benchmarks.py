@@ -197,3 +197,28 @@ def test_mistakes_are_named_before_a_drafter_is_timed(monkeypatch, capsys, flags
     with pytest.raises(SystemExit, match="2"):
         bench_adapt.main()
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_the_schemas_of_a_file_are_counted(tmp_path):
+    instances = [[{"a": 1}, True], [{"a": "x"}, False], [{"a": 2}, False]]  # the last label is wrong
+    schemas = [
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+        {"$ref": "https://example.com/elsewhere.json"},
+    ]
+    lines = [
+        {"source": "bench:Tests", "name": f"schema {number}", "schema": schema, "instances": instances}
+        for number, schema in enumerate(schemas)
+    ]
+    file = tmp_path / "schemas.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ("--made", "20", "--vocabulary", "tiny", "--workers", "1")
+    found = last_line("benchmarks/bench_schemas.py", str(file), *arguments)
+    listed = found["listed"]["**JSONSchemaBench**"]
+    assert [listed[name] for name in ("n", "canvas", "left to right", "refused")] == [2, 1, 0, 1]
+    assert (listed["valid"], listed["invalid"], listed["mislabelled"]) == ([1, 1], [1, 2], 1)
+    made = found["made"]["bench:Tests"]
+    assert made["valid"][1] + made["invalid"][1] >= 20
+    assert made["invalid"][0] == found["failures"] == 0
+    answered = last_line("benchmarks/bench_schemas.py", str(file), "--answers", "tiny", "--count", "1", "--max-tokens", "24")
+    assert answered["canvas"] == {"compile": 1, "valid": 1}
