@@ -49,7 +49,7 @@ def get_weather(city: str) -> str:
 
 @pytest.fixture(scope="module", name="url")
 def _url():
-    with served(redraft.load(REAL, drafter=False), name="smollm2") as address:
+    with served(redraft.load(REAL, drafter=False), name="smollm2", compile_seconds=600) as address:
         yield address
 
 
