@@ -102,7 +102,9 @@ def join_streamed(parts) -> dict[int, list[str]]:
     """Name and arguments of the calls of a stream of OpenAI's, by their index. The first part has the id and the name."""
     calls = {}
     for part in parts:
-        for call in part.choices[0].delta.tool_calls or ():
+        calls_of_part = part.choices[0].delta.tool_calls or []
+        assert len(calls_of_part) <= 1  # some clients read one
+        for call in calls_of_part:
             assert (call.id is not None) == (call.index not in calls)
             calls.setdefault(call.index, [call.function.name, ""])[1] += call.function.arguments
     return calls

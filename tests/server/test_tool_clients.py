@@ -155,7 +155,7 @@ def test_instructor_extracts_a_record(url):
         asked = {"model": "smollm2", "max_tokens": TOKENS, "response_model": Person}
         messages = [{"role": "user", "content": "Extract: Jason is 25 years old."}]
         assert isinstance(client.chat.completions.create(**asked, messages=messages), Person)
-        people = list(client.chat.completions.create_partial(**asked, messages=messages))
+        people = list(client.create_partial(**asked, messages=messages))
         assert people[-1].age in range(121)
 
 
