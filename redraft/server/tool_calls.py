@@ -80,8 +80,9 @@ def choose_tools(tools: Sequence[Tool] | None, choice: Any, *, parallel: bool | 
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]}} | {
             "type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed],
         } if all(isinstance(tool, Mapping) for tool in allowed):  # fmt: skip
-            restricted = restrict(chosen, list(functions_of(allowed)))
-            return force(restricted) if mode == "required" else restricted
+            names = restrict(chosen, list(functions_of(allowed))).names
+            own = [tool for tool in tools or () if functions_of([tool]).keys() <= set(names)]
+            return choose_tools(own, mode, parallel=parallel)  # of the others, which it might call, the model is not told
     raise BadRequestError(f"tool_choice can be {CHOICES}, got {shorten(choice)}", "tool_choice")
 
 

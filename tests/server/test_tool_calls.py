@@ -311,6 +311,7 @@ def test_choices_of_tools():
     for allowed in ({"allowed_tools": {"mode": "auto", "tools": only}}, {"mode": "auto", "tools": flat}):
         allowed |= {"type": "allowed_tools"}
         assert choose_tools(TOOLS, allowed).names == ("weather",)
+        assert choose_tools(TOOLS, allowed).tools == TOOLS[:1]
         assert not choose_tools(TOOLS, allowed).is_forced
     required = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": only}}
     assert choose_tools(TOOLS, required).is_forced
