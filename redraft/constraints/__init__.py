@@ -1,4 +1,4 @@
-"""Constraints: pinned and banned tokens, regular expressions, JSON schemas (structured output).
+"""Constraints: pinned and banned tokens, regular expressions, JSON schemas, structures (structured output).
 
 errors.py            errors of patterns and schemas
 budget.py            the work and memory that compiling one request's pattern may use

@@ -52,7 +52,7 @@ NO_TOOLS = ToolChoice()
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A part of a tool call. Its arguments are JSON: those of all deltas with one index together. The first has none."""
+    """A part of a tool call. The arguments of all deltas with one index together are JSON."""
 
     index: int
     name: str
@@ -80,8 +80,9 @@ def choose_tools(tools: Sequence[Tool] | None, choice: Any, *, parallel: bool | 
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]}} | {
             "type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed],
         } if all(isinstance(tool, Mapping) for tool in allowed):  # fmt: skip
-            restricted = restrict(chosen, list(functions_of(allowed)))
-            return force(restricted) if mode == "required" else restricted
+            names = restrict(chosen, list(functions_of(allowed))).names
+            own = [tool for tool in tools or () if functions_of([tool]).keys() <= set(names)]
+            return choose_tools(own, mode, parallel=parallel)  # of the others, which it might call, the model is not told
     raise BadRequestError(f"tool_choice can be {CHOICES}, got {shorten(choice)}", "tool_choice")
 
 
@@ -149,12 +150,13 @@ def pattern_node(pattern: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_tools(choice: ToolChoice, error: BudgetError) -> BudgetError:
-    """The error of tools whose schemas together are too large, with the name of the largest one."""
+    """The error of tools whose schemas together take too much work, with the name of the tool with the largest one."""
     sizes = {name: len(json.dumps(schema, default=str)) for name, schema in choice.find_parameters()}
     if not sizes or any(shorten(name) in str(error) for name in sizes):
         return error
-    return BudgetError(f"the parameters of the tools, of which those of {shorten(max(sizes, key=sizes.__getitem__))} "
-                       f"are the largest: {error}")  # fmt: skip
+    largest = shorten(max(sizes, key=sizes.__getitem__))
+    others = f" and {len(sizes) - 1} more" if len(sizes) > 1 else ""
+    return BudgetError(f"the parameters of {largest}{others}: {error}")
 
 
 # 2. The calls of the completion
@@ -202,7 +204,6 @@ class CallReader:
         if self.most is not None and self.calls >= self.most:
             return
         self.calls += 1
-        yield CallDelta(self.calls - 1, call.name, "")
         yield CallDelta(self.calls - 1, call.name, json.dumps(call.arguments, ensure_ascii=False))
 
     def _read_head(self) -> bool:

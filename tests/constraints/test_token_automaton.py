@@ -376,7 +376,7 @@ def test_probabilities_of_choices_add_up_to_one():
         ({"regex": "a{40}"}, "takes 40 tokens, the answer may have 16"),
         ({"regex": "[ab]{6000}"}, "has more than 5,000 states"),
         ({"regex": r"[^\x00-\U0010ffff]"}, "no text of this vocabulary matches"),
-        ({"regex": "a", "choices": ["b"]}, "obeys one of regex, schema, choices, got regex and choices"),
+        ({"regex": "a", "choices": ["b"]}, "obeys one of regex, schema, choices, structure, got regex and choices"),
         ({"choices": []}, "must be a list of non-empty strings"),
         ({"choices": "yes"}, "must be a list of non-empty strings, got 'yes'"),
         ({"choices": ["a", "a"]}, "must differ"),

@@ -104,7 +104,7 @@ def test_schemas_and_forced_tools_are_obeyed(client):
     record = json.loads(client.responses.create(model="", input="x", text={"format": text_format}).output_text)
     assert record["n"] in range(1, 10)
     for choice in ("required", {"type": "function", "name": "find"}):
-        response = client.responses.create(model="", input="x", tools=[TOOL], tool_choice=choice)
+        response = client.responses.create(model="", input="x", tools=[TOOL], tool_choice=choice, max_output_tokens=96)
         (call,) = response.output
         assert (call.type, call.name, json.loads(call.arguments)["n"] in range(1, 10)) == ("function_call", "find", True)
 

@@ -108,16 +108,18 @@ class ResponseBuilder:
         }
 
 
-def delta_of(delta: TextDelta, call_ids: dict[int, str]) -> dict[str, Any]:
-    """Returns the delta of a chunk. `call_ids` has the ids of the calls that have begun."""
+def deltas_of(delta: TextDelta, call_ids: dict[int, str]) -> list[dict[str, Any]]:
+    """Returns the deltas of chunks. `call_ids` has the ids of the calls that have begun.
+
+    A delta has one part of a call, as OpenAI sends them: some clients read no more of it.
+    """
     fields: dict[str, Any] = {}
     if delta.reasoning:
         fields["reasoning_content"] = delta.reasoning
     if delta.text:
         fields["content"] = delta.text
-    if delta.tool_calls:
-        fields["tool_calls"] = [call_delta(part, call_ids) for part in delta.tool_calls]
-    return fields
+    parts = [{"tool_calls": [call_delta(part, call_ids)]} for part in delta.tool_calls]
+    return [fields, *parts] if fields else parts
 
 
 def call_delta(part: CallDelta, call_ids: dict[int, str]) -> dict[str, Any]:
@@ -384,7 +386,7 @@ class OpenAIRoutes(Handlers):
                 case Frame():
                     yield builder.frame_chunk(index, chunk)
                 case TextDelta():
-                    if delta := delta_of(chunk, call_ids[index]):
+                    for delta in deltas_of(chunk, call_ids[index]):
                         logprobs = await self._logprobs(builder, params[index], chunk.tokens)
                         yield builder.chunk(index, delta, logprobs=logprobs)
                 case Finish():
