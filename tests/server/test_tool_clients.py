@@ -131,21 +131,23 @@ def test_ollama_loop(url):
 
 def test_pydantic_ai_agent(url):
     pytest.importorskip("pydantic_ai", reason="pydantic-ai is not installed")
+    import openai
     from pydantic_ai import Agent, ToolOutput
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    model = OpenAIChatModel("smollm2", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
-    agent = Agent(model, tools=[get_weather], model_settings={"max_tokens": TOKENS, "seed": 1})
-    assert isinstance(agent.run_sync(QUESTION).output, str)
-    extract = Agent(model, output_type=ToolOutput(Person), model_settings={"max_tokens": TOKENS, "seed": 1})
-    assert isinstance(extract.run_sync("Jason is 25 years old.").output, Person)
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            model = OpenAIChatModel("smollm2", provider=OpenAIProvider(openai_client=client))
+            settings = {"max_tokens": TOKENS, "seed": 1}
+            agent = Agent(model, tools=[get_weather], model_settings=settings)
+            assert isinstance((await agent.run(QUESTION)).output, str)
+            extract = Agent(model, output_type=ToolOutput(Person), model_settings=settings)
+            assert isinstance((await extract.run("Jason is 25 years old.")).output, Person)
+            async with agent.run_stream(QUESTION) as result:
+                assert "".join([text async for text in result.stream_text(delta=True)])
 
-    async def stream() -> str:
-        async with agent.run_stream(QUESTION) as result:
-            return "".join([text async for text in result.stream_text(delta=True)])
-
-    assert isinstance(asyncio.run(stream()), str)
+    asyncio.run(run())
 
 
 def test_instructor_extracts_a_record(url):
