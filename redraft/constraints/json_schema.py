@@ -8,6 +8,7 @@ no others, unless `additionalProperties` has a schema or a name matches `pattern
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from itertools import combinations
 from typing import Any
 
@@ -15,7 +16,7 @@ from redraft.config import JSONDepthError, parse_json
 from redraft.constraints.budget import Budget
 from redraft.constraints.errors import MAX_SHOWN, BudgetError, PatternError, shorten
 from redraft.constraints.formats import FORMATS
-from redraft.constraints.number_range import NumberRange, read_bound
+from redraft.constraints.number_range import MAX_BOUND_DIGITS, NumberRange, read_bound
 from redraft.constraints.regex_dfa import compile_dfa, compile_string_dfa
 from redraft.constraints.schema_shapes import (
     ANY_SHAPES,
@@ -36,7 +37,7 @@ from redraft.constraints.schema_shapes import (
     is_number,
 )
 
-MAX_REPEAT = 20_000  # `minLength`, `maxLength`, `minItems`, `maxItems`
+LARGEST = 10 ** (MAX_BOUND_DIGITS - 1)
 MAX_SCHEMA_CHARACTERS = 1_000_000  # of JSON text
 MAX_DEPTH = 100  # of subschemas and references inside one another; see config/json_text.py for the reason
 MAX_PATH = 120  # characters of a path in an error message
@@ -62,6 +63,7 @@ OBJECT_KEYWORDS = (
     "unevaluatedProperties",
 )  # fmt: skip
 NOT_PATTERN: Any = object()
+FRACTION: Any = object()
 NOT_VALUES: Any = object()  # keywords of schemas that negation makes; no JSON has them
 TRUE, FALSE = True, False
 ANCHORS = ("$anchor", "$dynamicAnchor")
@@ -169,6 +171,7 @@ class SchemaReader:
                 return (
                     is_number(value)
                     and shape.range.contains(value)
+                    and not (shape.is_fraction and value % 1 == 0)
                     and not any(are_equal(json.loads(text), value) for text in shape.excluded)
                 )
             case StringShape():
@@ -230,17 +233,22 @@ class SchemaReader:
             return ANY_SHAPES if schema else ()
         self.budget.spend(NODE_WORK + KEYWORD_WORK * len(schema), where)
         shapes = self._read_types(schema, path)
-        if any(keyword in schema for keyword in NUMBER_KEYWORDS):
+        if any(keyword in schema for keyword in (*NUMBER_KEYWORDS, FRACTION)):
             shapes = self._intersect(shapes, self._others("number", self._read_number(schema, path)), path)
         if any(keyword in schema for keyword in (*STRING_KEYWORDS, NOT_PATTERN)):
             shapes = self._intersect(shapes, self._others("string", [self._read_string(schema, path)]), path)
         if any(keyword in schema for keyword in ARRAY_KEYWORDS):
             shapes = self._intersect(shapes, self._others("array", [self._read_array(schema, path)]), path)
-        if any(keyword in schema for keyword in OBJECT_KEYWORDS):
+        order = list(schema)  # properties come in the order of the schema, also those of references and branches
+        objects = [order.index(keyword) for keyword in OBJECT_KEYWORDS if keyword in schema]
+        combining = sorted((keyword for keyword in self._combining if keyword in schema), key=order.index)
+        behind = [keyword for keyword in combining if objects and order.index(keyword) > min(objects)]
+        for keyword in combining[: len(combining) - len(behind)]:
+            shapes = self._intersect(shapes, self._combining[keyword](self, schema, path), f"{path}/{keyword}")
+        if objects:
             shapes = self._intersect(shapes, self._others("object", [self._read_object(schema, path)]), path)
-        for keyword, read in self._combining.items():
-            if keyword in schema:
-                shapes = self._intersect(shapes, read(self, schema, path), f"{path}/{keyword}")
+        for keyword in behind:
+            shapes = self._intersect(shapes, self._combining[keyword](self, schema, path), f"{path}/{keyword}")
         for value in schema.get(NOT_VALUES, ()):
             literal = self._literal(value, path)
             if isinstance(value, list | dict) and any(isinstance(shape, ArrayShape | ObjectShape) for shape in shapes):
@@ -292,10 +300,10 @@ class SchemaReader:
     def _read_number(self, schema: Mapping[str, Any], path: str) -> list[Shape]:
         bounds: dict[str, Any] = {}
         for name, exclusive, bound in (("low", "exclusiveMinimum", "minimum"), ("high", "exclusiveMaximum", "maximum")):
-            value = read_bound(schema[bound], f"{path}/{bound}") if bound in schema else None
+            value = _read_limit(schema[bound], name, f"{path}/{bound}") if bound in schema else None
             excludes = schema.get(exclusive) is True  # draft 4
             if exclusive in schema and not isinstance(schema[exclusive], bool):
-                own = read_bound(schema[exclusive], f"{path}/{exclusive}")
+                own = _read_limit(schema[exclusive], name, f"{path}/{exclusive}")
                 if value is None or (own >= value if name == "low" else own <= value):
                     value, excludes = own, True
             bounds |= {name: value, f"excludes_{name}": excludes and value is not None}
@@ -308,7 +316,7 @@ class SchemaReader:
             if multiple <= 0:
                 raise PatternError(f"{path}/multipleOf must be above 0, got {shorten(schema['multipleOf'])}")
             bounds["multiples"] = (multiple,)
-        return [NumberShape(NumberRange(**bounds))]
+        return [NumberShape(NumberRange(**bounds), is_fraction=FRACTION in schema)]
 
     def _read_string(self, schema: Mapping[str, Any], path: str) -> StringShape:
         least, most = _read_bounds(schema, "minLength", "maxLength", path)
@@ -531,7 +539,10 @@ class SchemaReader:
         if "type" in schema:
             types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             left = [name for name in TYPES if name != "integer" and name not in types]
-            left = [name for name in left if name != "number" or "integer" not in types]
+            if "integer" in types:
+                left.remove("number") if "number" in left else None
+                if "number" not in types:
+                    yield {"type": "number", FRACTION: True}
             if left:
                 yield {"type": left}
         for keyword in ("enum", "const"):
@@ -619,7 +630,7 @@ class SchemaReader:
 
 RESTRICTING = {
     "type", "enum", "const", *NUMBER_KEYWORDS, *STRING_KEYWORDS, *ARRAY_KEYWORDS, *OBJECT_KEYWORDS, *SchemaReader._combining,
-    NOT_PATTERN, NOT_VALUES,
+    NOT_PATTERN, NOT_VALUES, FRACTION,
 }  # fmt: skip
 
 
@@ -644,6 +655,13 @@ def _unquote(text: str) -> str:
     from urllib.parse import unquote
 
     return unquote(text) if "%" in text else text
+
+
+def _read_limit(value: Any, side: str, path: str) -> Decimal:
+    """A bound of numbers. One beyond all that are written (1e300) is as good as the largest that is supported."""
+    if is_number(value) and (value > LARGEST if side == "high" else value < -LARGEST):
+        value = LARGEST if side == "high" else -LARGEST
+    return read_bound(value, path)
 
 
 def _read_bounds(schema: Mapping[str, Any], low: str, high: str, path: str) -> tuple[int, int | None]:

@@ -84,7 +84,7 @@ class _GrammarWriter:
 
     def _write_number(self, shape: NumberShape, where: str) -> dict[str, Any]:
         numbers = shape.range
-        if shape.excluded or len(numbers.multiples) > 1:
+        if shape.excluded or shape.is_fraction or len(numbers.multiples) > 1:
             raise UnboundedError(f"{where} combines limits of numbers that are not supported together")
         schema: dict[str, Any] = {"type": "integer" if numbers.is_integer else "number"}
         if numbers.low is not None:
@@ -252,11 +252,13 @@ class PrefixGrammar:
 
     def accepts(self, ids: Sequence[int]) -> bool:
         """Whether these tokens are a whole match."""
-        cursor = self.new_cursor()
-        state: int | None = 0
-        for token in ids:
-            state = cursor.advance(state, token) if state is not None else None
-        return state is not None and cursor.is_final(state)
+        own = [token for token in ids if token not in self.stops]
+        matcher = self.matcher()
+        if any(token not in self.stops for token in ids[len(own) :]) or matcher.try_consume_tokens(own) < len(own):
+            return False
+        items = DistinctItems()
+        is_distinct = all(items.read(self.vocabulary.token_bytes[token] or b"") for token in own) or not self.is_distinct
+        return is_distinct and bool(matcher.is_accepting())
 
     @property
     def bytes(self) -> int:
@@ -307,7 +309,11 @@ class GrammarCursor:
             return self.children[state, token]
         if token in self.grammar.stops:
             return state if self.is_final(state) else None
-        if not self.allowed(state)[token]:
+        self.move_to(state)
+        if self.grammar.is_distinct:
+            if not self.allowed(state)[token]:
+                return None
+        elif not self.matcher.validate_tokens([token]):
             return None
         self.parents.append(state)
         self.tokens.append(token)

@@ -13,7 +13,7 @@ from redraft.constraints.errors import BudgetError, PatternError, UnboundedError
 from redraft.constraints.formats import FORMATS
 from redraft.constraints.json_schema import SchemaReader, name_path
 from redraft.constraints.nfa import NFA, determinize
-from redraft.constraints.number_range import DECIMAL
+from redraft.constraints.number_range import DECIMAL, WHOLE
 from redraft.constraints.regex_dfa import ESCAPES, compile_dfa, compile_string_dfa
 from redraft.constraints.schema_shapes import (
     ANY,
@@ -28,6 +28,7 @@ from redraft.constraints.schema_shapes import (
 )
 
 ANY_DEPTH = 2  # arrays and objects inside one another where a schema allows any JSON
+EMPTY = (Literal("[]"), Literal("{}"))
 MAX_DEPTH = 100  # subschemas inside one another
 MAX_LENGTH = 20_000  # bounds of lengths that are counted state by state
 MAX_DISTINCT = 6  # values of an array of distinct ones
@@ -72,7 +73,7 @@ class SchemaBuilder:
         if is_any:
             self.has_any = True
             if not depth:
-                shapes = tuple(shape for shape in shapes if not isinstance(shape, ArrayShape | ObjectShape))
+                shapes = (*(shape for shape in shapes if not isinstance(shape, ArrayShape | ObjectShape)), *EMPTY)
             depth -= 1
         elif node in self._unfinished:
             raise UnboundedError(f"{name_path(node.path)} refers to itself: its nesting has no limit")
@@ -110,8 +111,10 @@ class SchemaBuilder:
     def _number_dfa(self, shape: NumberShape) -> DFA:
         budget = self.nfa.budget
         dfa = shape.range.compile(budget)
-        if shape.excluded:
-            values = "|".join(_decimal_regex(text) for text in sorted(shape.excluded))
+        others = [_decimal_regex(text) for text in sorted(shape.excluded)]
+        others += [rf"{WHOLE}(?:\.0+)?"] if shape.is_fraction else []
+        if others:
+            values = "|".join(others)
             dfa = subtract(intersect(dfa, compile_dfa(DECIMAL, budget), budget), compile_dfa(values, budget), budget)
         return dfa
 

@@ -80,6 +80,7 @@ class NumberShape:
 
     range: NumberRange = ALL_NUMBERS
     excluded: frozenset[str] = frozenset()  # texts of numbers that it does not allow
+    is_fraction: bool = False  # no whole number
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,9 @@ def intersect_shapes(one: Shape, two: Shape) -> Shape | None:
     """The values that both shapes allow; None if their types differ or nothing is left. For all but literals."""
     if isinstance(one, NumberShape) and isinstance(two, NumberShape):
         both = one.range.intersect(two.range)
-        return NumberShape(both, one.excluded | two.excluded) if both is not None else None
+        is_fraction = one.is_fraction or two.is_fraction
+        is_empty = both is None or (is_fraction and both.is_integer)
+        return None if is_empty else NumberShape(both, one.excluded | two.excluded, is_fraction)  # type: ignore[arg-type]
     if isinstance(one, StringShape) and isinstance(two, StringShape):
         both_strings = StringShape(
             max(one.least, two.least),
