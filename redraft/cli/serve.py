@@ -161,6 +161,7 @@ def serve(
     try:
         import uvicorn
 
+        from redraft.checkpoint.pulled_models import cache_folder
         from redraft.server.app import ServerConfig, make_app
         from redraft.server.connections import uvicorn_config
         from redraft.server.image_urls import parse_image_hosts
@@ -188,6 +189,7 @@ def serve(
     check_several(paths, max_models, gpu_memory)
     limits = build_limits(max_body, body_seconds, connections, hosts=(host, *(hosts or ())), origins=origins, key=key)
     models_kept: dict[str, Any] = {"keep_seconds": parse_keep_alive(keep_alive), "max_models": max_models}
+    models_kept["pattern_folder"] = cache_folder() / "patterns"
     config = ServerConfig(name=name, limits=limits, **models_kept, **limited)
     sockets = bind_address(host, port)
     check_models(paths, quant)

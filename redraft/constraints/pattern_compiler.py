@@ -13,11 +13,13 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from redraft.constraints.budget import Budget
+from redraft.constraints.compiled_files import CompiledFiles
 from redraft.constraints.dfa import DFA, minimize
 from redraft.constraints.errors import BudgetError, PatternError, UnboundedError
 from redraft.constraints.json_schema import SchemaReader
@@ -138,14 +140,24 @@ def compile_one(automata: AutomatonCompiler, pattern: Pattern, budget: Budget) -
 class CompilerProcess:
     """Compiles in a helper process, one request at a time."""
 
-    def __init__(self, token_bytes: Sequence[bytes | None], stops: Sequence[int], seconds: float = COMPILE_SECONDS) -> None:
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes | None],
+        stops: Sequence[int],
+        seconds: float = COMPILE_SECONDS,
+        folder: Path | None = None,
+    ) -> None:
         self.vocabulary = GrammarVocabulary(token_bytes, stops)
         self.seconds = seconds
-        self.process = HelperProcess(MODULE, seconds=seconds, setup=pack_vocabulary(token_bytes, stops))
+        setup = pack_vocabulary(token_bytes, stops)
+        self.process = HelperProcess(MODULE, seconds=seconds, setup=setup)
+        self.kept = CompiledFiles(folder, setup) if folder is not None else None
 
     def compile(self, patterns: Sequence[Pattern], stop: threading.Event | None = None) -> list[Compiled]:
         """The automata or grammars of a request's patterns. The process is killed once `stop` is set."""
         message = pack_patterns(patterns)
+        if self.kept is not None and (kept := self.kept.read(message)) is not None:
+            return unpack_compiled(kept, self.vocabulary)
         try:
             answer = self.process.call(message.encode(), stop)
         except HelperTimeoutError:
@@ -154,7 +166,10 @@ class CompilerProcess:
             ) from None
         except HelperMemoryError:
             raise BudgetError("the pattern needs more memory than one request may use: make it simpler") from None
-        return unpack_compiled(answer, self.vocabulary)
+        compiled = unpack_compiled(answer, self.vocabulary)
+        if self.kept is not None:
+            self.kept.write(message, answer)
+        return compiled
 
     def close(self) -> None:
         """Ends the process."""

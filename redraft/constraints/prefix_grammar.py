@@ -7,6 +7,7 @@ A grammar has no state of an answer: states are numbers, each of which stands fo
 Shapes: V vocabulary.
 """
 
+import importlib
 import json
 from collections.abc import Sequence
 from decimal import Decimal
@@ -160,6 +161,14 @@ def _to_number(value: Decimal) -> int | float:
 # 2. Which tokens may come next
 
 
+def import_llguidance() -> Any:
+    """The library of grammars, which few requests need."""
+    try:
+        return importlib.import_module("llguidance")
+    except ModuleNotFoundError:
+        raise PatternError("the schema needs a grammar, and llguidance is not installed: pip install llguidance") from None
+
+
 class GrammarVocabulary:
     """The tokens of a vocabulary, as llguidance reads them. Made once for all grammars of a model."""
 
@@ -170,8 +179,7 @@ class GrammarVocabulary:
     @cached_property
     def tokenizer(self) -> Any:
         """llguidance's own form."""
-        import llguidance  # only few requests need it
-
+        llguidance = import_llguidance()
         return llguidance.LLTokenizer(_TokenList(self.token_bytes, self.stops), n_vocab=len(self.token_bytes))  # type: ignore[arg-type]
 
     @cached_property
@@ -233,8 +241,7 @@ class PrefixGrammar:
 
     def matcher(self) -> Any:
         """A new matcher of llguidance, at the start."""
-        import llguidance
-
+        llguidance = import_llguidance()
         make = llguidance.LLMatcher.grammar_from_lark if self.lark else llguidance.LLMatcher.grammar_from_json_schema
         matcher = llguidance.LLMatcher(self.vocabulary.tokenizer, make(self.text))
         if matcher.is_error():

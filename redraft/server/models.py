@@ -90,7 +90,7 @@ class Models:
 
     def _build_service(self, name: str, writer: Writer, worker: Worker) -> Service:
         images = ServedImages(self.cards[name].images, self.config.image_hosts, self._read_permits)
-        return Service(writer, worker, self.metrics, name, self.config.compile_seconds, images)
+        return Service(writer, worker, self.metrics, name, self.config.compile_seconds, images, self.config.pattern_folder)
 
     def _share_memory(self, name: str, writer: Writer, beside: Sequence[Service]) -> None:
         """Gives a model that was just loaded its part of the memory for KV caches, of which the ones beside it have theirs.

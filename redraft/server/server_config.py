@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from redraft.config.values import require_int
 from redraft.constraints.pattern_compiler import COMPILE_SECONDS
@@ -22,6 +23,7 @@ class ServerConfig:
     keep_seconds: float = KEEP_SECONDS  # for which a model that was loaded on demand stays in memory after its last request
     image_hosts: tuple[str, ...] = ()  # from which images are fetched, as `parse_image_hosts` returns them
     max_models: int = 3  # in memory at once, the first included
+    pattern_folder: Path | None = None  # where compiled patterns are kept; with one, compilers start with the server
 
     def __post_init__(self) -> None:
         require_int("max_models", self.max_models)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -90,6 +91,7 @@ class Service:
         name: str,
         compile_seconds: float = COMPILE_SECONDS,
         images: ServedImages = NO_IMAGES,
+        pattern_folder: Path | None = None,
     ) -> None:
         self.writer = writer
         self.worker = worker
@@ -99,8 +101,9 @@ class Service:
         adapted = {adapter: writer.with_adapter(adapter) for adapter in writer.adapters}
         self.writers = {name: writer, **adapted}  # by the names of the models that clients see: the base, the adapters
         self.pool = CompilerPool(
-            lambda: CompilerProcess(writer.token_bytes, writer.sampler.eos_token_ids, compile_seconds),
+            lambda: CompilerProcess(writer.token_bytes, writer.sampler.eos_token_ids, compile_seconds, pattern_folder),
         )
+        self.starts_compilers = pattern_folder is not None
 
     def open(self) -> None:
         """Starts the engine's own thread."""
@@ -108,6 +111,8 @@ class Service:
         for each in self.writers.values():
             each.pattern_compiler = self.pool
         self.worker.start()
+        if self.starts_compilers:
+            self.pool.start()
 
     async def close(self, drain_seconds: float) -> None:
         """Ends its threads and processes; running requests may take `drain_seconds` to finish."""

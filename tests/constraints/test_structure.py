@@ -1,6 +1,4 @@
-"""Structures: the regular expression of a tree matches what its nodes say, and nothing else."""
-
-import re
+"""Structures: the automaton of a tree matches what its nodes say, and nothing else."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,10 +6,12 @@ from hypothesis import strategies as st
 
 from redraft.config import ConfigError
 from redraft.constraints.budget import Budget
-from redraft.constraints.errors import BudgetError, PatternError
+from redraft.constraints.dfa import DFA, minimize
+from redraft.constraints.errors import BudgetError, PatternError, UnboundedError
+from redraft.constraints.nfa import MAX_DFA_STATES, MAX_NFA_STATES, NFA, determinize
 from redraft.constraints.pattern_compiler import Pattern
-from redraft.constraints.regex_dfa import compile_dfa
-from redraft.constraints.structure import build_regex, text_without_start
+from redraft.constraints.prefix_grammar import BYTES, PrefixGrammar
+from redraft.constraints.structure import add_structure, text_without_start
 from redraft.tasks.generation import GenerationOptions
 
 
@@ -23,7 +23,19 @@ def repeat(content, least, most, separator=","):
     return {"type": "repeat", "content": content, "separator": separator, "min": least, "max": most}
 
 
+def build_nfa(structure) -> tuple[NFA, int, int]:
+    nfa = NFA("of the structure", Budget())
+    start = nfa.add_state()
+    return nfa, start, add_structure(nfa, start, structure)
+
+
+def compile_structure(structure) -> DFA:
+    nfa, start, end = build_nfa(structure)
+    return minimize(determinize(nfa, start, end), nfa.budget)
+
+
 AB = {"type": "regex", "pattern": "a|b"}
+NESTED = {"type": "array", "items": {"$ref": "#"}}  # no finite automaton expresses it
 
 
 @pytest.mark.parametrize(
@@ -40,22 +52,29 @@ AB = {"type": "regex", "pattern": "a|b"}
         (repeat(AB, 1, 1), ["a"], ["", "a,b"]),
         (repeat(AB, 2, 3, ""), ["ab", "aba"], ["a", "abab"]),
         (repeat(AB, 0, 2, ".*"), ["", "a", "a.*b"], ["a,b", "a.*a.*a"]),
+        (repeat(AB, 3, None, ""), ["aba", "abab"], ["", "a", "ab"]),
+        ({"type": "sequence", "elements": [repeat(AB, 0, None, ""), const("é|"), AB]}, ["é|a", "abé|b"], ["é", "éa", "ab"]),
     ],
 )
 def test_a_structure_matches_what_its_nodes_say(structure, matches, others):
-    regex = build_regex(structure, Budget())
-    assert all(re.fullmatch(regex, text) for text in matches)
-    assert not any(re.fullmatch(regex, text) for text in others)
-    assert Pattern(structure=structure).build_regex(Budget()) == regex
-    compile_dfa(regex)  # nothing in it is more than the compiler knows
+    dfa = compile_structure(structure)
+    assert all(dfa.accepts(text.encode()) for text in matches)
+    assert not any(dfa.accepts(text.encode()) for text in others)
+    compiled = Pattern(structure=structure).compile(Budget())
+    assert isinstance(compiled, DFA)
+    assert (compiled.transitions_Q256 == dfa.transitions_Q256).all()
+    assert (compiled.accepting_Q == dfa.accepting_Q).all()
+    assert compiled.start == dfa.start
     assert GenerationOptions(structure=structure).pattern == Pattern(structure=structure)
+
+
+WITHOUT_MARK = compile_structure(text_without_start("<tool_call>"))
 
 
 @given(st.text(alphabet="<>tool_ca \n", max_size=14) | st.just("<tool_call>x") | st.just(" <tool_call>"))
 @settings(deadline=None)
 def test_a_text_may_begin_with_anything_but_the_mark(text):
-    regex = build_regex(text_without_start("<tool_call>"), Budget())
-    assert bool(re.fullmatch(regex, text)) == (not text.lstrip().startswith("<tool_call>"))
+    assert WITHOUT_MARK.accepts(text.encode()) == (not text.lstrip().startswith("<tool_call>"))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +100,20 @@ def test_a_text_may_begin_with_anything_but_the_mark(text):
 )
 def test_a_structure_that_is_none_is_refused(structure, words):
     with pytest.raises(PatternError, match=words):
-        build_regex(structure, Budget())
+        compile_structure(structure)
+    with pytest.raises(PatternError, match=words):
+        Pattern(structure=structure).compile(Budget())
+
+
+def test_a_structure_with_a_schema_that_refers_to_itself_is_a_grammar():
+    structure = {"type": "sequence", "elements": [const("x="), {"type": "json_schema", "json_schema": NESTED}, const(";")]}
+    with pytest.raises(UnboundedError, match="its nesting has no limit"):
+        compile_structure(structure)
+    grammar = Pattern(structure=structure).compile(Budget())
+    assert isinstance(grammar, str)
+    matches, others = [b"x=[];", b"x=[[[[[]]]], []];"], [b"x=[]", b"[];", b"x=[1];", b"x=[[];", b"x=[]];"]
+    compiled = PrefixGrammar("of the structure", grammar, BYTES)
+    assert [text for text in matches + others if compiled.accepts_text(text)] == matches
 
 
 def test_a_structure_has_limits():
@@ -89,11 +121,14 @@ def test_a_structure_has_limits():
     for _ in range(60):
         deep = {"type": "or", "elements": [deep]}
     with pytest.raises(PatternError, match="nested too deeply"):
-        build_regex(deep, Budget())
-    wide = const("x" * 60_000)
-    with pytest.raises(BudgetError, match="the structure makes a pattern"):
-        build_regex({"type": "sequence", "elements": [wide, wide]}, Budget())
-    with pytest.raises(BudgetError):
-        build_regex(const("x" * 200_000), Budget())
+        compile_structure(deep)
+    wide = const("x" * 25_000)
+    build_nfa(wide)
+    with pytest.raises(BudgetError, match=f"more than {MAX_NFA_STATES:,} parts"):
+        build_nfa({"type": "sequence", "elements": [wide, wide]})
+    with pytest.raises(BudgetError, match=f"more than {MAX_NFA_STATES:,} parts"):
+        build_nfa(const("x" * 200_000))
+    with pytest.raises(BudgetError, match=f"more than {MAX_DFA_STATES:,} states"):
+        compile_structure(wide)
     with pytest.raises((PatternError, ConfigError), match="regex and structure"):
         GenerationOptions(regex="a", structure=AB)
