@@ -25,7 +25,7 @@ from redraft.constraints.errors import BudgetError, PatternError, UnboundedError
 from redraft.constraints.json_schema import SchemaReader
 from redraft.constraints.nfa import NFA, determinize
 from redraft.constraints.prefix_grammar import GrammarVocabulary, PrefixGrammar, to_grammar
-from redraft.constraints.regex_dfa import compile_dfa
+from redraft.constraints.regex_dfa import compile_dfa, to_explicit_regex
 from redraft.constraints.schema_nfa import compile_schema
 from redraft.constraints.structure import add_structure, to_lark
 from redraft.constraints.token_automaton import AutomatonCompiler, TokenAutomaton
@@ -60,19 +60,19 @@ class Pattern:
 
     def compile(self, budget: Budget) -> DFA | str:
         """The automaton of its texts. Where there is none, or a large one only: the text of a prefix grammar."""
-        if self.regex is not None or (self.schema is None and self.choices is None and self.structure is None):
-            return compile_dfa(self.regex, budget)  # type: ignore[arg-type]  # it refuses what is no text
         try:
             return self._compile_finite(budget)
         except (UnboundedError, BudgetError) as error:
             if self.choices is not None:
                 raise
             try:
-                return self._write_grammar()
+                return self.write_grammar()
             except PatternError as second:
                 raise (second if isinstance(error, UnboundedError) else error) from None
 
     def _compile_finite(self, budget: Budget) -> DFA:
+        if self.regex is not None:
+            return compile_dfa(self.regex, budget)
         if self.schema is not None:
             return compile_schema(self.schema, budget)
         nfa = NFA(self.name, budget)
@@ -86,8 +86,11 @@ class Pattern:
                 nfa.link(nfa.add_text(start, choice.encode("utf-8", "surrogatepass")), end)
         return minimize(determinize(nfa, start, end), budget)
 
-    def _write_grammar(self) -> str:
+    def write_grammar(self) -> str:
+        """The text of the prefix grammar."""
         budget = Budget()
+        if self.regex is not None:
+            return json.dumps({"lark": f"start: /{to_explicit_regex(self.regex, budget)}/\n", "distinct": False})
         if self.schema is not None:
             return to_grammar(SchemaReader(self.schema, budget))
         lark, has_distinct = to_lark(self.structure, budget)
@@ -127,9 +130,9 @@ def compile_one(automata: AutomatonCompiler, pattern: Pattern, budget: Budget) -
             try:
                 compiled = automata.compile_tokens(pattern.name, text, budget)
             except BudgetError:
-                if pattern.regex is not None or pattern.choices is not None:
+                if pattern.choices is not None:
                     raise
-                text = pattern._write_grammar()
+                text = pattern.write_grammar()
         if isinstance(text, str):
             compiled = PrefixGrammar(pattern.name, text, automata.grammar_vocabulary)
         assert compiled is not None

@@ -246,7 +246,7 @@ class PrefixGrammar:
         matcher = llguidance.LLMatcher(self.vocabulary.tokenizer, make(self.text))
         if matcher.is_error():
             reason = matcher.get_error().splitlines()[0].rstrip(". ")
-            raise PatternError(f"the schema is not supported: {shorten(reason)}")
+            raise PatternError(f"the pattern is not supported: {shorten(reason)}")
         return matcher
 
     def new_cursor(self) -> "GrammarCursor":
@@ -339,6 +339,8 @@ class GrammarCursor:
         size = len(vocabulary.token_bytes)
         words = np.zeros((size + BITS - 1) // BITS, dtype=np.int32)
         self.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self.matcher.is_error():
+            raise PatternError(f"the pattern {shorten(self.grammar.pattern)} takes too long to follow: make it simpler")
         allowed_V = np.unpackbits(words.view(np.uint8), bitorder="little")[:size].astype(bool)
         allowed_V[list(vocabulary.stops)] = self.matcher.is_accepting()
         if self.grammar.is_distinct:

@@ -19,13 +19,14 @@ from redraft.constraints.budget import Budget
 from redraft.constraints.characters import ANY_CHARACTER, character_ranges, json_trie, utf8_trie
 from redraft.constraints.compiled_cache import CompiledCache
 from redraft.constraints.dfa import DFA, intersect, minimize, subtract
-from redraft.constraints.errors import PatternError, shorten
+from redraft.constraints.errors import BudgetError, PatternError, shorten
 from redraft.constraints.nfa import NFA, determinize
 
 MAX_DEPTH = 150  # of groups inside one another; the limit of Python's stack is more than twice as deep
 GROUPS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|[()]", re.DOTALL)  # brackets, with what hides them: \( and [(]
 MAX_REASON = 120  # characters of Python's own error message
 CHARACTER_TYPES = int(re.ASCII | re.UNICODE | re.LOCALE)
+MAX_PARTS = 20_000  # characters of a pattern for llguidance, repeats counted
 PARSE_WORK = 40  # units of the budget (see budget.py for the unit) for each character of the pattern
 ECMA = int(re.ASCII)  # \d and \w are ASCII there
 ESCAPES = str.maketrans({character: f"\\{character}" for character in r"\.^$*+?{}[]|()-"})
@@ -235,3 +236,57 @@ class RegexBuilder:
             raise PatternError(
                 f"the pattern {shorten(self.nfa.pattern)} has an anchor inside (^, $, \\b), which is not supported"
             )
+
+
+# The same syntax tree for llguidance
+
+
+def to_explicit_regex(pattern: str, budget: Budget) -> str:
+    """The pattern with all its characters as ranges of code points, so that it means the same in every library.
+
+    A character counts as one part, however many bytes its class has. Raises BudgetError above MAX_PARTS.
+    """
+    _check_text(pattern, budget)
+    tree = _parse(pattern, 0)
+    return _ExplicitWriter(pattern, budget).write_sequence(tree, tree.state.flags, (True, True), 1)
+
+
+class _ExplicitWriter:
+    def __init__(self, pattern: str, budget: Budget) -> None:
+        self.pattern = pattern
+        self.budget = budget
+        self.parts = 0
+        self.anchors = RegexBuilder(NFA(pattern, budget))
+
+    def write_sequence(self, items: Sequence[tuple[Any, Any]], flags: int, at_ends: tuple[bool, bool], copies: int) -> str:
+        texts = []
+        for number, (kind, value) in enumerate(items):
+            ends = (at_ends[0] and number == 0, at_ends[1] and number == len(items) - 1)
+            self.parts += copies
+            if self.parts > MAX_PARTS:
+                raise BudgetError(
+                    f"the pattern {shorten(self.pattern)} has more than {MAX_PARTS:,} parts: repeat less often"
+                )
+            texts.append(self._write_item(kind, value, flags, ends, copies))
+        return "".join(texts)
+
+    def _write_item(self, kind: Any, value: Any, flags: int, ends: tuple[bool, bool], copies: int) -> str:
+        if kind is op.AT:
+            self.anchors._check_anchor(value, *ends)
+            return ""
+        if kind in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
+            ranges = character_ranges(kind, value, flags, self.budget)
+            return "[" + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges) + "]"
+        if kind is op.SUBPATTERN:
+            _, added_flags, removed_flags, items = value
+            if added_flags & CHARACTER_TYPES:
+                flags &= ~CHARACTER_TYPES
+            return f"(?:{self.write_sequence(items, (flags | added_flags) & ~removed_flags, ends, copies)})"
+        if kind is op.BRANCH:
+            return f"(?:{'|'.join(self.write_sequence(branch, flags, ends, copies) for branch in value[1])})"
+        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            least, most, items = value
+            is_open = most is op.MAXREPEAT
+            item = self.write_sequence(items, flags, (False, False), copies * max(1, least if is_open else most))
+            return f"(?:{item}){{{least},{'' if is_open else most}}}"
+        raise PatternError(f"the pattern {shorten(self.pattern)} uses {kind}, which a finite automaton cannot express")

@@ -1,6 +1,7 @@
 """Fast constructions equal plain ones: properties, case variants, tries, minimal DFAs, distances, blocks of a canvas."""
 
 import itertools
+import json
 import random
 import re
 from dataclasses import replace
@@ -12,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_token_automaton import random_pattern
 
-from redraft.constraints import canvas_automaton, json_schema, regex_dfa
+from redraft.constraints import canvas_automaton, regex_dfa, token_trie
 from redraft.constraints.budget import Budget
 from redraft.constraints.characters import case_variants
 from redraft.constraints.constraints import MAX_CANVAS_SUMS, Constraints, StepCost
 from redraft.constraints.dfa import DFA
 from redraft.constraints.errors import BudgetError, PatternError
 from redraft.constraints.graph import UNREACHABLE, distances_to
+from redraft.constraints.schema_nfa import compile_schema
 from redraft.constraints.token_automaton import ARRAYS, AutomatonCompiler, TokenAutomaton
 from redraft.writer import Writer
 
@@ -58,9 +60,10 @@ def test_properties_equal_the_plain_construction(required, seed):
     }
     names = [name for name, is_required in zip(properties, required, strict=True) if is_required]
     schema = {"type": "object", "properties": properties, "required": names}
-    entries = [(f'"{name}": {json_schema.build_regex(value)}', name in names) for name, value in properties.items()]
+    texts = {name: "|".join(map(json.dumps, value["enum"])) for name, value in properties.items()}
+    entries = [(f'"{name}": (?:{text})', name in names) for name, text in texts.items()]
     plain = rf"\{{{join_entries_plainly(entries)}\}}"
-    assert canonical(regex_dfa.compile_dfa(json_schema.build_regex(schema))) == canonical(regex_dfa.compile_dfa(plain))
+    assert canonical(compile_schema(schema, Budget())) == canonical(regex_dfa.compile_dfa(plain))
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,6 +124,53 @@ def test_transitions_of_tokens_equal_those_of_their_bytes(seed):
         if target := walk_plainly(dfa, TOKEN_BYTES[token], state):
             expected.add((state, target, token))
     assert edges == expected
+
+
+WALKED = [*TOKEN_BYTES[2:], *(f"{number * 7919 % 1000}{'ab1é'[number % 4]}".encode() for number in range(60))]
+
+
+@pytest.mark.parametrize("pattern", ["a+b?", "(ab|1)*", "[ab]{2,9}1?", "(?s).*", "[0-9]{1,3}[^b]", "(a|ab)(é|1)*"])
+def test_the_walk_of_a_trie_is_the_same_however_small_its_pieces_are(monkeypatch, pattern):
+    dfa = regex_dfa.compile_dfa(pattern)
+    trie, nodes_N = token_trie.build_trie(WALKED)
+    expected = [
+        (state, target, int(node))
+        for text, node in zip(WALKED, nodes_N, strict=True)
+        for state in range(1, len(dfa.accepting_Q))
+        if (target := walk_plainly(dfa, text, state))
+    ]
+    found = {}
+    work = {}
+    for chunk in (1, 7, 2**18):
+        monkeypatch.setattr(token_trie, "CHUNK", chunk)
+        for kind, part in (("whole", trie), ("part", trie.keep_ancestors(nodes_N))):
+            budget = Budget()
+            pieces = list(part.walk(dfa.transitions_Q256, budget))
+            triples = [triple for piece in pieces for triple in zip(*(array.tolist() for array in piece), strict=True)]
+            assert len(set(triples)) == len(triples)
+            found[chunk, kind] = sorted(triples)
+            work[chunk, kind] = budget.work
+    assert len(set(map(str, found.values()))) == 1
+    assert len(set(work.values())) == 1
+    wanted = set(nodes_N.tolist())
+    assert {triple for triple in found[1, "whole"] if triple[2] in wanted} == set(expected)
+
+
+@pytest.mark.parametrize("pattern", ["a+b?", "(ab|1)*", "(?s).*", "(a|ab)(é|1)*"])
+def test_an_automaton_is_the_same_however_small_the_pieces_of_the_walk_are(monkeypatch, pattern):
+    dfa = regex_dfa.compile_dfa(pattern)
+    expected = AutomatonCompiler(TOKEN_BYTES, [1]).compile_tokens(pattern, dfa, Budget())
+    for chunk in (1, 7):
+        monkeypatch.setattr(token_trie, "CHUNK", chunk)
+        other = AutomatonCompiler(TOKEN_BYTES, [1]).compile_tokens(pattern, dfa, Budget())
+        for token in range(len(TOKEN_BYTES)):
+            pairs = [
+                sorted(zip(each.from_R[own].tolist(), each.to_R[own].tolist(), strict=True))
+                for each in (expected, other)
+                for own in [each.pairs_of_token(token)]
+            ]
+            assert pairs[0] == pairs[1]
+        assert (other.final_Q == expected.final_Q).all()
 
 
 @settings(max_examples=60, deadline=None)
