@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 import redraft
-from redraft.constraints import json_schema
+from redraft.constraints.budget import Budget
 from redraft.constraints.constraints import Constraints, build_canvas_constraints
+from redraft.constraints.pattern_compiler import Pattern, compile_one
 from redraft.constraints.token_automaton import AutomatonCompiler
 
 SCHEMA = {
@@ -51,7 +52,7 @@ def time_released(rounds: int) -> dict[str, float]:
     words = [dice.choice((b"", b" ")) + bytes(dice.choices(letters, k=length)) for length in lengths]
     fields = {f"field_{number}": {"type": kind} for number, kind in enumerate(("string", "integer", "boolean") * 3)}
     schema = {"type": "object", "properties": fields, "required": list(fields)}
-    automaton = AutomatonCompiler([None, b"", *words], (1,)).compile(json_schema.build_regex(schema))
+    automaton = compile_one(AutomatonCompiler([None, b"", *words], (1,)), Pattern(schema=schema), Budget())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     times = []
     canvas = Constraints(automaton=automaton).canvas_automaton(automaton.start, 0, 256, 256)

@@ -37,6 +37,7 @@ from redraft.constraints.schema_shapes import (
     is_number,
 )
 
+MAX_COUNT = 10**9  # `minLength`, `maxLength`, `minItems`, `maxItems`, `minProperties`, `maxProperties`
 LARGEST = 10 ** (MAX_BOUND_DIGITS - 1)
 MAX_SCHEMA_CHARACTERS = 1_000_000  # of JSON text
 MAX_DEPTH = 100  # of subschemas and references inside one another; see config/json_text.py for the reason
@@ -275,14 +276,18 @@ class SchemaReader:
         classes = {"number": NumberShape, "string": StringShape, "array": ArrayShape, "object": ObjectShape}
         return (*(shape for shape in ANY_SHAPES if not isinstance(shape, classes[kind])), *shapes)
 
-    def _read_types(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
-        if "type" not in schema:
-            return ANY_SHAPES
+    def _type_names(self, schema: Mapping[str, Any], path: str) -> list[str]:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         self.budget.spend(KEYWORD_WORK * len(types), name_path(path))
         if not types or not all(isinstance(name, str) and name in TYPES for name in types):
             known = ", ".join(TYPES)
             raise PatternError(f"{name_path(path)} has the type {shorten(schema['type'])}; known are {known}")
+        return list(dict.fromkeys(types))
+
+    def _read_types(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        if "type" not in schema:
+            return ANY_SHAPES
+        types = self._type_names(schema, path)
         shapes: list[Shape] = []
         for name in types:
             of_type: dict[str, list[Shape]] = {
@@ -398,12 +403,15 @@ class SchemaReader:
         conditional = ("anyOf", "oneOf", "if", "not", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
         if other := [keyword for keyword in conditional if keyword in schema]:
             raise PatternError(f"{path}/unevaluatedProperties is not supported beside {other[0]}: use additionalProperties")
+        if not all(isinstance(schema.get(keyword, {}), Mapping) for keyword in ("properties", "patternProperties")):
+            raise PatternError(f"{name_path(path)}: properties and patternProperties must be objects")
         names = list(schema.get("properties", {}))
         patterns = [*schema.get("patternProperties", {}), *(["*"] if "additionalProperties" in schema else [])]
         if seen != {id(schema)} and "unevaluatedProperties" in schema:
             patterns.append("*")
         inner = [self._find(schema["$ref"], path)] if "$ref" in schema else []
-        for part in [*inner, *schema.get("allOf", [])]:
+        branches = check_list(schema["allOf"], f"{path}/allOf") if "allOf" in schema else []
+        for part in [*inner, *branches]:
             more_names, more_patterns = self._find_evaluated(part, path, seen)
             names += more_names
             patterns += more_patterns
@@ -537,7 +545,7 @@ class SchemaReader:
         """Schemas of which a value obeys one if it breaks a keyword of this schema. Some keywords have none."""
         self.budget.spend(NODE_WORK * (1 + len(schema)), name_path(path))
         if "type" in schema:
-            types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+            types = self._type_names(schema, path)
             left = [name for name in TYPES if name != "integer" and name not in types]
             if "integer" in types:
                 left.remove("number") if "number" in left else None
@@ -547,7 +555,7 @@ class SchemaReader:
                 yield {"type": left}
         for keyword in ("enum", "const"):
             if keyword in schema:
-                yield {NOT_VALUES: schema["enum"] if keyword == "enum" else [schema["const"]]}
+                yield {NOT_VALUES: check_list(schema["enum"], f"{path}/enum") if keyword == "enum" else [schema["const"]]}
         numeric = {"minimum": "exclusiveMaximum", "maximum": "exclusiveMinimum", "exclusiveMinimum": "maximum",
                    "exclusiveMaximum": "minimum"}  # fmt: skip
         for keyword, opposite in numeric.items():
@@ -577,7 +585,7 @@ class SchemaReader:
             if keyword in schema:
                 yield {"allOf": [{"not": branch} for branch in check_list(schema[keyword], f"{path}/{keyword}")]}
         if "oneOf" in schema:
-            for one, two in combinations(schema["oneOf"], 2):
+            for one, two in combinations(check_list(schema["oneOf"], f"{path}/oneOf")[: MAX_ONE_OF + 1], 2):
                 yield {"allOf": [one, two]}
         for branch in check_list(schema["allOf"], f"{path}/allOf") if "allOf" in schema else ():
             yield {"not": branch}
@@ -670,4 +678,6 @@ def _read_bounds(schema: Mapping[str, Any], low: str, high: str, path: str) -> t
     for name, value in ((low, least), (high, 0 if most is None else most)):
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1 != 0:
             raise PatternError(f"{path}/{name} must be a whole number, 0 or more, got {shorten(value)}")
+        if value > MAX_COUNT:
+            raise BudgetError(f"{path}/{name} is {shorten(value)}, at most {MAX_COUNT:,} is supported")
     return int(least), None if most is None else int(most)

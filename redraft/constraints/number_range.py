@@ -1,6 +1,7 @@
 """JSON numbers within bounds, and multiples of a number, as DFAs over their decimal notation.
 
-Without a bound a number has at most 15 digits before the point and 15 behind it, and may have an exponent.
+Without bounds a number has at most 15 digits before the point and 15 behind it, and may have an exponent. A side without a
+bound has at most 15 digits before the point, or as many as the other bound.
 """
 
 import functools
@@ -16,8 +17,9 @@ from redraft.constraints.dfa import DFA, intersect, minimize
 from redraft.constraints.errors import PatternError, shorten
 from redraft.constraints.regex_dfa import compile_dfa
 
-INTEGER = "-?(?:0|[1-9][0-9]{0,14})"  # a bound of its own: a small model would write digits to the end
-NUMBER = rf"{INTEGER}(?:\.[0-9]{{1,15}})?(?:[eE][+-]?(?:[0-9]{{1,2}}|[12][0-9]{{2}}))?"
+FREE_DIGITS = 15  # of a number without a bound: a small model would write digits to the end
+INTEGER = f"-?(?:0|[1-9][0-9]{{0,{FREE_DIGITS - 1}}})"
+NUMBER = rf"{INTEGER}(?:\.[0-9]{{1,{FREE_DIGITS}}})?(?:[eE][+-]?(?:[0-9]{{1,2}}|[12][0-9]{{2}}))?"
 WHOLE = "-?(?:0|[1-9][0-9]*)"
 DECIMAL = rf"{WHOLE}(?:\.[0-9]+)?"
 MAX_BOUND_DIGITS = 40
@@ -90,7 +92,10 @@ class NumberRange:
 
     def _build_regexes(self) -> Iterator[str]:
         """Regular expressions of decimal numbers; the numbers match all of them."""
-        yield WHOLE if self.is_integer else DECIMAL
+        digits = max([FREE_DIGITS, *(len(str(abs(int(bound)))) for bound in (self.low, self.high) if bound is not None)])
+        decimals = max([FREE_DIGITS, *(len(_split(abs(bound))[1]) for bound in (self.low, self.high) if bound is not None)])
+        whole = f"-?(?:0|[1-9][0-9]{{0,{digits - 1}}})"
+        yield whole if self.is_integer else rf"{whole}(?:\.[0-9]{{1,{decimals}}})?"
         above_zero = _from(Decimal(0), excludes=True, is_integer=self.is_integer)
         if self.low is not None and self.low >= 0:
             yield _from(self.low, excludes=self.excludes_low, is_integer=self.is_integer)

@@ -21,7 +21,7 @@ import numpy as np
 from redraft.constraints.budget import Budget
 from redraft.constraints.compiled_files import CompiledFiles
 from redraft.constraints.dfa import DFA, minimize
-from redraft.constraints.errors import BudgetError, PatternError, UnboundedError
+from redraft.constraints.errors import MAX_SHOWN, BudgetError, PatternError, UnboundedError, shorten
 from redraft.constraints.json_schema import SchemaReader
 from redraft.constraints.nfa import NFA, determinize
 from redraft.constraints.prefix_grammar import GrammarVocabulary, PrefixGrammar, to_grammar
@@ -47,16 +47,9 @@ class Pattern:
 
     @property
     def name(self) -> str:
-        """What error messages call it."""
-        if self.regex is not None:
-            return self.regex
-        return (
-            "of the schema"
-            if self.schema is not None
-            else "of the choices"
-            if self.choices is not None
-            else "of the structure"
-        )
+        """What error messages call it: its text, or the beginning of its JSON."""
+        given = next(each for each in (self.regex, self.schema, self.choices, self.structure) if each is not None)
+        return given if isinstance(given, str) else json.dumps(given, default=str, ensure_ascii=False)[: MAX_SHOWN + 1]
 
     def compile(self, budget: Budget) -> DFA | str:
         """The automaton of its texts. Where there is none, or a large one only: the text of a prefix grammar."""
@@ -74,7 +67,7 @@ class Pattern:
         if self.regex is not None:
             return compile_dfa(self.regex, budget)
         if self.schema is not None:
-            return compile_schema(self.schema, budget)
+            return compile_schema(self.schema, budget, self.name)
         nfa = NFA(self.name, budget)
         start = nfa.add_state()
         if self.structure is not None:
@@ -184,6 +177,9 @@ class CompilerProcess:
 
 def pack_patterns(patterns: Sequence[Pattern]) -> str:
     """The patterns of one request, as JSON."""
+    for pattern in patterns:
+        if pattern.regex is not None and not isinstance(pattern.regex, str):
+            raise PatternError(f"a pattern is a text, got {shorten(pattern.regex)}")
     try:
         return json.dumps([asdict(pattern) for pattern in patterns])
     except (TypeError, ValueError, RecursionError) as error:

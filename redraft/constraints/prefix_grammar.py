@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft.constraints.errors import PatternError, UnboundedError, shorten
+from redraft.constraints.errors import BudgetError, PatternError, UnboundedError, shorten
 from redraft.constraints.json_schema import SchemaReader, name_path
 from redraft.constraints.schema_shapes import (
     ANY_SHAPES,
@@ -41,6 +41,9 @@ def to_grammar(reader: SchemaReader) -> str:
     """The grammar of a schema as text. Raises UnboundedError where llguidance cannot express it either."""
     writer = _GrammarWriter(reader)
     root = writer.write(reader.root_node)
+    writer.remove_endless()
+    if reader.root_node in writer.endless:
+        raise PatternError("the schema allows no value that ends")
     text = {"x-guidance": SEPARATORS, "$defs": writer.definitions, **root}
     return json.dumps({"schema": text, "distinct": writer.has_distinct}, ensure_ascii=False)
 
@@ -52,7 +55,24 @@ class _GrammarWriter:
         self.reader = reader
         self.definitions: dict[str, Any] = {}
         self.has_distinct = False  # some array has only different items
+        self.endless: set[Node] = set()  # nodes whose values would be nested without end
         self._names: dict[Node, str] = {}
+        self._needs: dict[Node, list[list[Node]]] = {}  # the nodes that values of each shape contain
+
+    def remove_endless(self) -> None:
+        """Makes nodes impossible whose values contain themselves in any case."""
+        self.endless = set(self._needs)
+        while ends := [node for node in self.endless if any(self.endless.isdisjoint(needs) for needs in self._needs[node])]:
+            self.endless.difference_update(ends)
+        for node in self.endless:
+            self.definitions[self._names[node]] = False
+
+    def _needed(self, shape: Shape) -> list[Node]:
+        if isinstance(shape, ArrayShape):
+            return [shape.item(index) for index in range(min(shape.least, len(shape.first) + 1))]
+        if isinstance(shape, ObjectShape):
+            return [self.reader.property_node(shape, name) for name in shape.required]
+        return []
 
     def write(self, node: Node) -> dict[str, Any]:
         """A reference to the definition of a node."""
@@ -64,6 +84,7 @@ class _GrammarWriter:
             name = self._names[node] = f"n{len(self._names)}"
             self.definitions[name] = None  # in the order of the schema
             shapes = self.reader.shapes(node)
+            self._needs[node] = [self._needed(shape) for shape in shapes]
             literals = [shape.value for shape in shapes if isinstance(shape, Literal)]
             branches = [{"enum": literals}] if literals else []
             branches += [self._write_shape(shape, node) for shape in shapes if not isinstance(shape, Literal)]
@@ -180,7 +201,7 @@ class GrammarVocabulary:
     def tokenizer(self) -> Any:
         """llguidance's own form."""
         llguidance = import_llguidance()
-        return llguidance.LLTokenizer(_TokenList(self.token_bytes, self.stops), n_vocab=len(self.token_bytes))  # type: ignore[arg-type]
+        return llguidance.LLTokenizer(_TokenList(self.token_bytes, self.stops), n_vocab=len(self.token_bytes))
 
     @cached_property
     def closing_tokens(self) -> np.ndarray:
@@ -321,6 +342,7 @@ class GrammarCursor:
             if not self.allowed(state)[token]:
                 return None
         elif not self.matcher.validate_tokens([token]):
+            self._check()
             return None
         self.parents.append(state)
         self.tokens.append(token)
@@ -339,13 +361,17 @@ class GrammarCursor:
         size = len(vocabulary.token_bytes)
         words = np.zeros((size + BITS - 1) // BITS, dtype=np.int32)
         self.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self.matcher.is_error():
-            raise PatternError(f"the pattern {shorten(self.grammar.pattern)} takes too long to follow: make it simpler")
+        self._check()
         allowed_V = np.unpackbits(words.view(np.uint8), bitorder="little")[:size].astype(bool)
         allowed_V[list(vocabulary.stops)] = self.matcher.is_accepting()
         if self.grammar.is_distinct:
             self._forbid_repeats(state, allowed_V)
         return allowed_V
+
+    def _check(self) -> None:
+        """Raises an error where llguidance has given up."""
+        if self.matcher.is_error():
+            raise BudgetError(f"the pattern {shorten(self.grammar.pattern)} takes too long to follow: make it simpler")
 
     def _forbid_repeats(self, state: int, allowed_V: np.ndarray) -> None:
         """Removes tokens that would end an item that its array has already."""

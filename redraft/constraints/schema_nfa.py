@@ -35,11 +35,11 @@ MAX_DISTINCT = 6  # values of an array of distinct ones
 MAX_KEY_PATTERNS = 3  # of `patternProperties`
 
 
-def compile_schema(schema: Any, budget: Budget) -> DFA:
-    """The automaton of a schema's values."""
+def compile_schema(schema: Any, budget: Budget, name: str = "of the schema") -> DFA:
+    """The automaton of a schema's values, which errors call `name`."""
     reader = SchemaReader(schema, budget)
     for depth in range(ANY_DEPTH, -1, -1):
-        nfa = NFA("of the schema", budget)
+        nfa = NFA(name, budget)
         builder = SchemaBuilder(reader, nfa, depth)
         try:
             start = nfa.add_state()

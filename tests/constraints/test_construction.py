@@ -22,6 +22,7 @@ from redraft.constraints.errors import BudgetError, PatternError
 from redraft.constraints.graph import UNREACHABLE, distances_to
 from redraft.constraints.schema_nfa import compile_schema
 from redraft.constraints.token_automaton import ARRAYS, AutomatonCompiler, TokenAutomaton
+from redraft.tasks.generation import GenerationOptions
 from redraft.writer import Writer
 
 TOKEN_BYTES = [None, None, b"a", b"b", b"ab", b"1", b"\xc3", b"\xa9", b"a", b"1 ", b"b1", b"abab"]
@@ -247,7 +248,17 @@ def test_a_writer_refuses_a_pattern_that_slows_a_step_down():
     config = replace(tiny.BASE, max_position_embeddings=4_096)
     writer = Writer(tiny.decided(config), tiny.byte_tokenizer(), tiny.sampler(canvas_length=8))
     with pytest.raises(PatternError, match="shorten the canvas or simplify the pattern"):
-        writer.write("a", regex="[a-z ]{0,4500}", canvas_length=3_000, max_tokens=3_000)
+        writer.write("a", regex="[a-z ]{0,4500}", canvas_length=3_000, max_tokens=3_000, check="off")
+
+
+def test_a_pattern_that_slows_a_step_down_is_written_from_left_to_right_if_the_caller_leaves_the_choice():
+    config = replace(tiny.BASE, max_position_embeddings=4_096)
+    writer = Writer(tiny.decided(config), tiny.byte_tokenizer(), tiny.sampler(canvas_length=8))
+    options = GenerationOptions(regex="[a-z ]{0,4500}", max_tokens=3_000, sampler={"canvas_length": 3_000})
+    assert writer.choose_check(options) == "exact"
+    assert writer.choose_check(replace(options, regex="[a-z ]{0,9}")) == "off"
+    answer = writer.write("a", options=options, max_tokens=16)
+    assert re.fullmatch("[a-z ]*", answer.text)
 
 
 def test_a_decision_between_too_many_choices_is_refused_before_the_model_runs(monkeypatch):

@@ -196,7 +196,7 @@ def test_a_fault_anywhere_in_the_loop_ends_every_stream(monkeypatch, place_of, n
             with pytest.raises(EngineError, match="an inner fault"):
                 list(stream)
         assert "an inner fault" in engine.fault
-        assert engine.is_idle
+        assert tiny.wait_until(lambda: engine.is_idle)
         has_fault.clear()
         assert isinstance(list(engine.stream(engine.add([2, 40], SHORT, seed=1)))[-1], Finished)
         assert tiny.wait_until(lambda: engine.fault == "")
