@@ -97,7 +97,7 @@ class Load:
                 response = http.post("/v1/completions", json=body)
                 with self._lock:
                     if response.status_code == 429:
-                        self.rejected += 1
+                        self._refuse()
                     elif response.status_code == 200:
                         self.latencies.append(time.perf_counter() - began)
                         self.texts.setdefault((prompt, seed), set()).add(text_of(response))
@@ -118,13 +118,18 @@ class Load:
             self.taken += 1
             return True
 
+    def _refuse(self) -> None:
+        """Counts a request that the server was too busy for; it is sent again."""
+        self.rejected += 1
+        self.taken -= 1
+
     def _disconnect_midway(self, http: httpx.Client, body: dict[str, Any], lines: int) -> None:
         """Asks for frames of every step, and leaves after some lines of the answer."""
         with http.stream("POST", "/v1/completions", json={**body, "stream": True, "diffusing": True}) as response:
             received = response.iter_lines()
             if response.status_code == 429:
                 with self._lock:
-                    self.rejected += 1
+                    self._refuse()
                 return
             for _ in range(lines):
                 next(received, None)

@@ -21,7 +21,7 @@ import numpy as np
 from redraft.constraints.budget import Budget
 from redraft.constraints.compiled_files import CompiledFiles
 from redraft.constraints.dfa import DFA, minimize
-from redraft.constraints.errors import MAX_SHOWN, BudgetError, PatternError, UnboundedError, shorten
+from redraft.constraints.errors import BudgetError, PatternError, UnboundedError, shorten
 from redraft.constraints.json_schema import SchemaReader
 from redraft.constraints.nfa import NFA, determinize
 from redraft.constraints.prefix_grammar import GrammarVocabulary, PrefixGrammar, to_grammar
@@ -47,9 +47,9 @@ class Pattern:
 
     @property
     def name(self) -> str:
-        """What error messages call it: its text, or the beginning of its JSON."""
+        """What error messages call it: its text, or the beginning of what was given."""
         given = next(each for each in (self.regex, self.schema, self.choices, self.structure) if each is not None)
-        return given if isinstance(given, str) else json.dumps(given, default=str, ensure_ascii=False)[: MAX_SHOWN + 1]
+        return given if isinstance(given, str) else shorten(given)
 
     def compile(self, budget: Budget) -> DFA | str:
         """The automaton of its texts. Where there is none, or a large one only: the text of a prefix grammar."""
