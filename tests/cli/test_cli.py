@@ -34,6 +34,7 @@ from redraft.engine import EngineError
 from redraft.kernels.threads import fix_threads
 
 SILENT_SECONDS = 300  # a command that writes nothing for so long hangs, on a busy machine too
+PATIENT_READS = 300  # or while the command goes on writing for so many reads
 PATIENT_SECONDS = 10  # so long a user waits before Ctrl-C or Ctrl-D is pressed again
 END_OF_INPUT = b"\x04"  # Ctrl-D
 
@@ -231,8 +232,8 @@ def on_terminal(
     """Runs the command on a pseudo-terminal: exit code, all that was written, its text, the lines left on the screen.
 
     `typing` is what to type, in order, each once something has been written behind the one before. An end of input or an
-    interrupt that comes while the command turns its line editing on may be lost; after a silence it comes again, as from a
-    user.
+    interrupt that comes while the command turns its line editing on, or inside a callback of Python's, may be lost; after a
+    while it comes again, as from a user.
     """
     screen = pyte.HistoryScreen(columns, lines, history=500)
     stream = pyte.ByteStream(screen)
@@ -244,6 +245,7 @@ def on_terminal(
     typed = b""
     answered = 0  # how much of what was written has been answered
     is_interrupted = False
+    reads = 0  # since it was interrupted
     silent = 0
     while True:
         if not select.select([fd], [], [], 1)[0]:
@@ -264,6 +266,10 @@ def on_terminal(
             break
         silent = 0
         written += data
+        reads += is_interrupted
+        if reads > PATIENT_READS:
+            os.kill(pid, signal.SIGINT)
+            reads = 0
         stream.feed(data)
         if interrupt_at is not None and interrupt_at in written:
             os.kill(pid, signal.SIGINT)
