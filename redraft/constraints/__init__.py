@@ -12,6 +12,7 @@ regex_dfa.py         compiles a regular expression
 number_range.py      numbers within bounds, and multiples, as DFAs
 formats.py           the values of `format` that are enforced
 schema_shapes.py     what a JSON schema allows, by type of value
+schema_references.py  the subschemas that references name
 json_schema.py       reads a JSON schema: from keywords to shapes
 schema_nfa.py        compiles the shapes of a schema that is finite
 token_trie.py        the bytes of a vocabulary's tokens as a trie

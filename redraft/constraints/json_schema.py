@@ -18,6 +18,7 @@ from redraft.constraints.errors import MAX_SHOWN, BudgetError, PatternError, sho
 from redraft.constraints.formats import FORMATS
 from redraft.constraints.number_range import MAX_BOUND_DIGITS, NumberRange, read_bound
 from redraft.constraints.regex_dfa import compile_dfa, compile_string_dfa
+from redraft.constraints.schema_references import References, name_path
 from redraft.constraints.schema_shapes import (
     ANY_SHAPES,
     CONSTANTS,
@@ -67,8 +68,6 @@ NOT_PATTERN: Any = object()
 FRACTION: Any = object()
 NOT_VALUES: Any = object()  # keywords of schemas that negation makes; no JSON has them
 TRUE, FALSE = True, False
-ANCHORS = ("$anchor", "$dynamicAnchor")
-AMBIGUOUS = object()  # a name that several subschemas have
 
 
 def parse_schema(text: str) -> Any:
@@ -94,7 +93,7 @@ class SchemaReader:
         self._shapes: dict[frozenset[int], tuple[Shape, ...]] = {}
         self._unfinished: list[frozenset[int]] = []
         self._kept: list[Any] = []  # schemas that were made, so that their ids stay theirs
-        self._anchors: dict[str, Any] | None = None
+        self.references = References(self.root, budget)
 
     @property
     def root_node(self) -> Node:
@@ -409,7 +408,7 @@ class SchemaReader:
         patterns = [*schema.get("patternProperties", {}), *(["*"] if "additionalProperties" in schema else [])]
         if seen != {id(schema)} and "unevaluatedProperties" in schema:
             patterns.append("*")
-        inner = [self._find(schema["$ref"], path)] if "$ref" in schema else []
+        inner = [self.references.find(schema["$ref"], path)] if "$ref" in schema else []
         branches = check_list(schema["allOf"], f"{path}/allOf") if "allOf" in schema else []
         for part in [*inner, *branches]:
             more_names, more_patterns = self._find_evaluated(part, path, seen)
@@ -421,60 +420,8 @@ class SchemaReader:
 
     def _read_reference(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
         keyword = next(name for name in ("$ref", "$dynamicRef", "$recursiveRef") if name in schema)
-        target = self._find(schema[keyword], path)
+        target = self.references.find(schema[keyword], path)
         return self.shapes(self.node(target, schema[keyword][:MAX_SHOWN]))
-
-    def _find(self, name: Any, path: str) -> Any:
-        """The subschema that a reference names."""
-        where = name_path(path)
-        if not isinstance(name, str):
-            raise PatternError(f"{where} refers to {shorten(name)}; a reference is a text")
-        address, _, pointer = name.partition("#")
-        target = self.root
-        if address or (pointer and not pointer.startswith("/")):
-            anchors = self._find_anchors()
-            found = [anchors[key] for key in (name, f"#{pointer}", address) if key and key != "#" and key in anchors]
-            if any(each is AMBIGUOUS for each in found):
-                raise PatternError(f"{where} refers to {shorten(name)}, a name that the schema gives more than once")
-            if not found:
-                raise PatternError(
-                    f"{where} refers to {shorten(name)}; only references inside the schema (#/...) are supported"
-                )
-            if address and pointer and f"#{pointer}" not in anchors and not pointer.startswith("/"):
-                raise PatternError(f"{where} refers to {shorten(name)}, which is not there")
-            target = found[0]
-            if not pointer.startswith("/"):
-                return target
-        parts = pointer.removeprefix("/").split("/") if pointer else []
-        self.budget.spend(KEYWORD_WORK * len(parts), where)
-        for part in parts:
-            key = _unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and key.isdigit() and int(key) < len(target):
-                target = target[int(key)]
-            elif isinstance(target, Mapping) and key in target:
-                target = target[key]
-            else:
-                raise PatternError(f"{where} refers to {shorten(name)}, which is not there")
-        return target
-
-    def _find_anchors(self) -> dict[str, Any]:
-        """Subschemas by their `$id` and `$anchor`."""
-        if self._anchors is None:
-            self._anchors = {}
-            waiting = [self.root]
-            for value in waiting:  # grows
-                self.budget.spend(KEYWORD_WORK, "the references of the schema")
-                if isinstance(value, Mapping):
-                    names = [
-                        value[keyword].removesuffix("#") for keyword in ("$id", "id") if isinstance(value.get(keyword), str)
-                    ]
-                    names += [f"#{value[keyword]}" for keyword in ANCHORS if isinstance(value.get(keyword), str)]
-                    for name in names:
-                        self._anchors[name] = AMBIGUOUS if name in self._anchors else value
-                    waiting += value.values()
-                elif isinstance(value, list):
-                    waiting += value
-        return self._anchors
 
     def _read_all_of(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
         shapes = ANY_SHAPES
@@ -493,24 +440,23 @@ class SchemaReader:
         return ANY_SHAPES if ANY_SHAPES in sets else self._unite([shape for shapes in sets for shape in shapes], path)
 
     def _read_one_of(self, schema: Mapping[str, Any], path: str) -> tuple[Shape, ...]:
+        """A branch that may overlap with others becomes the branch without the others."""
         branches = check_list(schema["oneOf"], f"{path}/oneOf")
         nodes = [self.node(branch, f"{path}/oneOf/{number}") for number, branch in enumerate(branches)]
         self.budget.spend(SHAPE_WORK * len(nodes) ** 2, name_path(path))
-        overlapping = {number for pair in combinations(range(len(nodes)), 2) for number in pair
-                       if self._may_overlap(nodes[pair[0]], nodes[pair[1]], 3)}  # fmt: skip
-        if len(overlapping) > MAX_ONE_OF:
+        rivals: dict[int, list[int]] = {}
+        for one, two in combinations(range(len(nodes)), 2):
+            if self._may_overlap(nodes[one], nodes[two], 3):
+                rivals.setdefault(one, []).append(two)
+                rivals.setdefault(two, []).append(one)
+        if len(rivals) > MAX_ONE_OF:
             raise BudgetError(
-                f"{path}/oneOf has {len(overlapping)} branches that may overlap, at most {MAX_ONE_OF} are supported"
+                f"{path}/oneOf has {len(rivals)} branches that may overlap, at most {MAX_ONE_OF} are supported"
             )
-        exclusive = []
-        for number, (branch, node) in enumerate(zip(branches, nodes, strict=True)):
-            others = [{"not": branches[other]} for other in overlapping if other != number]
-            if number in overlapping and others:
-                others = [each for other, each in zip([o for o in overlapping if o != number], others, strict=True)
-                          if self._may_overlap(node, nodes[other], 3)]  # fmt: skip
-                node = self.made_node({"allOf": [branch, *others]}, f"{path}/oneOf/{number}")
-            exclusive.append(node)
-        return self._unite_nodes(exclusive, path)
+        for number, others in rivals.items():
+            exclusive = {"allOf": [branches[number], *({"not": branches[other]} for other in others)]}
+            nodes[number] = self.made_node(exclusive, f"{path}/oneOf/{number}")
+        return self._unite_nodes(nodes, path)
 
     def _may_overlap(self, one: Node, two: Node, depth: int) -> bool:
         """Whether a value may obey both nodes. True where that is not certain."""
@@ -547,10 +493,9 @@ class SchemaReader:
         if "type" in schema:
             types = self._type_names(schema, path)
             left = [name for name in TYPES if name != "integer" and name not in types]
-            if "integer" in types:
-                left.remove("number") if "number" in left else None
-                if "number" not in types:
-                    yield {"type": "number", FRACTION: True}
+            if "number" in left and "integer" in types:
+                left.remove("number")
+                yield {"type": "number", FRACTION: True}
             if left:
                 yield {"type": left}
         for keyword in ("enum", "const"):
@@ -580,7 +525,7 @@ class SchemaReader:
             yield {"type": "array", "items": {"not": schema["contains"]}}
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if keyword in schema:
-                yield {"not": self._find(schema[keyword], path)}
+                yield {"not": self.references.find(schema[keyword], path)}
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 yield {"allOf": [{"not": branch} for branch in check_list(schema[keyword], f"{path}/{keyword}")]}
@@ -642,11 +587,6 @@ RESTRICTING = {
 }  # fmt: skip
 
 
-def name_path(path: str) -> str:
-    """A path as error messages show it."""
-    return path or "the schema"
-
-
 def check_list(value: Any, path: str) -> list:
     """Refuses anything but a list of at least one."""
     if not isinstance(value, list) or not value:
@@ -657,12 +597,6 @@ def check_list(value: Any, path: str) -> list:
 def _is_required(schema: Any) -> bool:
     """Draft 3 says of a property itself that it is required."""
     return isinstance(schema, Mapping) and schema.get("required") is True
-
-
-def _unquote(text: str) -> str:
-    from urllib.parse import unquote
-
-    return unquote(text) if "%" in text else text
 
 
 def _read_limit(value: Any, side: str, path: str) -> Decimal:

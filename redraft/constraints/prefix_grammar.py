@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from redraft.constraints.errors import BudgetError, PatternError, UnboundedError, shorten
-from redraft.constraints.json_schema import SchemaReader, name_path
+from redraft.constraints.json_schema import SchemaReader
+from redraft.constraints.schema_references import name_path
 from redraft.constraints.schema_shapes import (
     ANY_SHAPES,
     ArrayShape,

@@ -11,10 +11,11 @@ from redraft.constraints.budget import Budget
 from redraft.constraints.dfa import DFA, intersect, minimize, subtract
 from redraft.constraints.errors import BudgetError, PatternError, UnboundedError
 from redraft.constraints.formats import FORMATS
-from redraft.constraints.json_schema import SchemaReader, name_path
+from redraft.constraints.json_schema import SchemaReader
 from redraft.constraints.nfa import NFA, determinize
 from redraft.constraints.number_range import DECIMAL, WHOLE
 from redraft.constraints.regex_dfa import ESCAPES, compile_dfa, compile_string_dfa
+from redraft.constraints.schema_references import name_path
 from redraft.constraints.schema_shapes import (
     ANY,
     ANY_SHAPES,
