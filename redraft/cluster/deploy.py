@@ -105,9 +105,11 @@ def deploy(config: ClusterConfig) -> None:
     from ray import serve
     from ray.serve.config import HTTPOptions
 
-    serve.start(
-        proxy_location="EveryNode", http_options=HTTPOptions(host=config.host, port=config.port), logging_config=QUIET
-    )
+    http = HTTPOptions(host=config.host, port=config.port)
+    try:
+        serve.start(proxy_location="EveryNode", http_options=http, logging_config=QUIET)
+    except TimeoutError:  # Ray waits a minute for its proxies, which start on; a busy machine needs longer
+        serve.start(proxy_location="EveryNode", http_options=http, logging_config=QUIET)
     try:
         serve.run(build_application(config), name=APPLICATION, route_prefix="/", logging_config=QUIET)
     except RuntimeError as error:  # a replica could not be constructed; the message ends with its exception
