@@ -23,7 +23,7 @@ class CompiledFiles:
         self.vocabulary = hashlib.sha256(vocabulary).digest()
 
     def read(self, patterns: str) -> bytes | None:
-        """What was compiled for these patterns, or None."""
+        """The compiled form of these patterns, or None."""
         path = self._path(patterns)
         try:
             found = path.read_bytes()

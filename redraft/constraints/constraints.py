@@ -161,7 +161,7 @@ class Constraints:
 
     @property
     def pattern(self) -> TokenAutomaton | PrefixGrammar | None:
-        """What the whole answer matches."""
+        """The automaton or the grammar that the whole answer matches."""
         return self.automaton if self.automaton is not None else self.grammar
 
     def is_match(self, ids: Sequence[int]) -> bool:

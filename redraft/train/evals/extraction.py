@@ -103,7 +103,7 @@ def score(
     patterns = [compile_one(compiler, Pattern(schema=record.schema), Budget()) for record in records]
     automata = [pattern for pattern in patterns if isinstance(pattern, TokenAutomaton)]
     if len(automata) < len(records):
-        raise ValueError("a schema of the records fits no canvas: leave out those that refer to themselves")
+        raise ValueError("a schema of the records has no finite automaton: leave out schemas that refer to themselves")
     compile_seconds = time.perf_counter() - start_time
     for mode in ("schema", "free"):
         answers = []
